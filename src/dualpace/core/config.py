@@ -1,0 +1,157 @@
+"""Options of a server, under vLLM's names where the meaning is vLLM's.
+
+`EngineOptions` is what a user writes: frozen, with "auto" allowed, and the only place that holds a
+default (the command line takes its own from here). `EngineConfig` is what the engines get: every
+"auto" resolved, by `dualpace.wiring`, and logged once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dualpace.core.errors import ConfigError
+
+Device = Literal["cuda", "cpu"]
+DType = Literal["bfloat16", "float32"]
+PolicyName = Literal["dualpace", "gpu-only"]
+POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")
+ISAS: tuple[str, ...] = ("auto", "portable", "avx2")
+PAGE_TOKENS = (16, 32, 64)
+
+
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user may set. Raises `ConfigError` naming the flag when a value cannot work."""
+
+    model: str
+    served_model_name: str | None = None
+    tokenizer: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    gpu_kv_tokens: int | None = None
+    host_kv_size: str = "auto"
+    cpu_cores: int | None = None
+    cpu_isa: str = "auto"
+    policy: PolicyName = "dualpace"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    page_tokens: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(
+            self.policy in POLICIES, "policy", f"must be one of {', '.join(POLICIES)}", self.policy
+        )
+        _require(
+            self.dtype in ("auto", "bfloat16", "float32"),
+            "dtype",
+            "must be auto, bfloat16 or float32",
+            self.dtype,
+        )
+        _require(
+            self.load_format in ("auto", "dummy"),
+            "load-format",
+            "must be auto or dummy",
+            self.load_format,
+        )
+        _require(
+            self.device in ("auto", "cuda", "cpu"),
+            "device",
+            "must be auto, cuda or cpu",
+            self.device,
+        )
+        _require(self.cpu_isa in ISAS, "cpu-isa", f"must be one of {', '.join(ISAS)}", self.cpu_isa)
+        _require(
+            self.page_tokens in PAGE_TOKENS,
+            "page-tokens",
+            f"must be one of {PAGE_TOKENS}",
+            self.page_tokens,
+        )
+        _require(
+            self.max_model_len is None or self.max_model_len >= 2,
+            "max-model-len",
+            "must be at least 2",
+            self.max_model_len,
+        )
+        _require(self.max_num_seqs >= 1, "max-num-seqs", "must be at least 1", self.max_num_seqs)
+        _require(
+            self.max_num_batched_tokens >= 1,
+            "max-num-batched-tokens",
+            "must be at least 1",
+            self.max_num_batched_tokens,
+        )
+        _require(
+            0.0 < self.gpu_memory_utilization <= 1.0,
+            "gpu-memory-utilization",
+            "must be in (0, 1]",
+            self.gpu_memory_utilization,
+        )
+        _require(
+            self.gpu_kv_tokens is None or self.gpu_kv_tokens >= 0,
+            "gpu-kv-tokens",
+            "must not be negative",
+            self.gpu_kv_tokens,
+        )
+        _require(
+            self.cpu_cores is None or self.cpu_cores >= 1,
+            "cpu-cores",
+            "must be at least 1",
+            self.cpu_cores,
+        )
+        if self.host_kv_size != "auto":
+            parse_size(self.host_kv_size, "host-kv-size")
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What both engines of one server agree on; nothing is left to guess."""
+
+    model: str
+    load_format: Literal["auto", "dummy"]
+    dtype: DType
+    device: Device
+    policy: PolicyName
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_tokens: int
+    page_bytes: int
+    gpu_pages: int | None  # None: sized by the GPU engine from the memory that is left
+    gpu_memory_utilization: float
+    gpu_threads: int  # torch threads of the stand-in device
+    host_pages: int
+    cpu_ids: tuple[int, ...]  # cores of the CPU engine's thread pool, in order of use
+    cpu_isa: str
+    seed: int
+
+
+def parse_size(text: str, flag: str) -> int:
+    """Bytes of "4GiB", "512MiB", "1.5G", "4096". Raises `ConfigError` naming `flag`."""
+    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    trimmed = text.strip().lower().removesuffix("b").removesuffix("i")
+    number, unit = (trimmed[:-1], trimmed[-1:]) if trimmed[-1:].isalpha() else (trimmed, "")
+    try:
+        size = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(
+            f"--{flag}: not a size: {text!r} (write it like 4GiB or 512MiB)"
+        ) from None
+    if size < 0:
+        raise ConfigError(f"--{flag}: must not be negative, got {text!r}")
+    return size
+
+
+def format_size(size: int) -> str:
+    """`size` bytes for people: "1.5 GiB"."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.4g} {unit}"
+    return f"{size} B"
+
+
+def _require(ok: bool, flag: str, rule: str, got: object) -> None:
+    if not ok:
+        raise ConfigError(f"--{flag} {rule}, got {got!r}")

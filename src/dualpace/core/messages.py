@@ -1,0 +1,254 @@
+"""Every message between frontend, GPU engine, CPU engine and supervisor.
+
+Control only: ids, tokens, page numbers. KV bytes and activations go through shared memory.
+An `Envelope` says who sent a message and which incarnation of the CPU engine it speaks of; what
+speaks of a dead one is dropped by the receiver. Messages between two processes arrive in order.
+
+    who -> whom               messages
+    frontend -> GPU           Submit
+    frontend -> both          Abort
+    either engine -> frontend Tokens, Failed, EngineReady, EngineStats
+    GPU -> frontend           Lost
+    GPU -> CPU                Reserve, Cancel, Handoff, Recall, Loaded
+    CPU -> GPU                Grant, Deny, Release, KeepRow, Return, HostReport
+    engine <-> engine         Gone, GoneAck
+    supervisor -> GPU         PeerUp, PeerDown (answered with PeerDrained)
+    supervisor -> both        Shutdown
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dualpace.core.request import FinishReason, RequestState
+
+FRONTEND = "frontend"
+GPU = "gpu"
+CPU = "cpu"
+EngineName = Literal["gpu", "cpu"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+# -- frontend to engines -------------------------------------------------------------------------
+
+
+class Submit(Message, frozen=True):
+    """A request enters the GPU engine's waiting queue at its arrival place.
+
+    A resubmission after a crash carries the tokens already streamed as `output`.
+    """
+
+    state: RequestState
+
+
+class Abort(Message, frozen=True):
+    """The client has left, or a stop string ended the text: free everything."""
+
+    request_id: str
+
+
+# -- engines to frontend -------------------------------------------------------------------------
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Token `index` (0 = first output token) of a request.
+
+    A finish carries its reason; its count is `index + 1`.
+    """
+
+    request_id: str
+    epoch: int
+    index: int
+    token_id: int
+    finish: FinishReason | None = None
+
+
+class Tokens(Message, frozen=True):
+    """All tokens of one step."""
+
+    events: list[TokenEvent]
+
+
+class Failed(Message, frozen=True):
+    """An engine gave a request up; its pages are free again."""
+
+    request_id: str
+    epoch: int
+    reason: str
+
+
+class Lost(Message, frozen=True):
+    """Requests that were the dead CPU engine's, with the epoch at which to resubmit each."""
+
+    requests: list[tuple[str, int]]
+
+
+class EngineReady(Message, frozen=True):
+    """The engine answers from now on. Capacities are tokens of KV, 0 where it holds none."""
+
+    pid: int
+    kv_tokens: int
+    page_tokens: int
+    details: dict[str, str] = {}
+
+
+class EngineStats(Message, frozen=True):
+    """Counters for /metrics, at most a few times a second."""
+
+    steps: int
+    rows: int
+    waiting: int
+    pages_total: int
+    pages_free: int
+    moves: dict[str, int] = {}
+
+
+# -- GPU engine to CPU engine --------------------------------------------------------------------
+
+
+class Reserve(Message, frozen=True):
+    """May this request have host pages for `tokens` positions? Answered at once: Grant or Deny."""
+
+    request_id: str
+    epoch: int
+    tokens: int
+
+
+class Cancel(Message, frozen=True):
+    """A grant is not needed, and nothing writes to its pages any more."""
+
+    request_id: str
+    epoch: int
+
+
+class Handoff(Message, frozen=True):
+    """The request is the CPU engine's from here on. Its KV lies complete in the granted pages."""
+
+    state: RequestState
+
+
+class Recall(Message, frozen=True):
+    """Give the request back if its KV fits `room` tokens. Answered at once: Release or KeepRow."""
+
+    request_id: str
+    epoch: int
+    room: int
+
+
+class Loaded(Message, frozen=True):
+    """The released request's KV has been copied: its host pages are free."""
+
+    request_id: str
+    epoch: int
+
+
+# -- CPU engine to GPU engine --------------------------------------------------------------------
+
+
+class Grant(Message, frozen=True):
+    """Host pages for a Reserve, in order of position."""
+
+    request_id: str
+    epoch: int
+    pages: list[int]
+
+
+class Deny(Message, frozen=True):
+    """No host pages now."""
+
+    request_id: str
+    epoch: int
+
+
+class Release(Message, frozen=True):
+    """Answer to Recall: the committed state (epoch + 1) and the pages that hold its KV."""
+
+    state: RequestState
+    pages: list[int]
+
+
+class KeepRow(Message, frozen=True):
+    """Answer to Recall: it stays here (it outgrew the room, or is not here any more)."""
+
+    request_id: str
+    epoch: int
+
+
+class Return(Message, frozen=True):
+    """The host has no page left for this request: recompute it (epoch + 1) at its arrival place."""
+
+    state: RequestState
+
+
+class HostReport(Message, frozen=True):
+    """After each CPU iteration: what the GPU scheduler may count on.
+
+    `lengths`: committed tokens of the oldest rows, in arrival order.
+    """
+
+    pages_free: int
+    rows: int
+    lengths: dict[str, int]
+
+
+# -- both ways between the engines ---------------------------------------------------------------
+
+
+class Gone(Message, frozen=True):
+    """The request has ended here and nothing here touches your pages of it any more."""
+
+    request_id: str
+
+
+class GoneAck(Message, frozen=True):
+    """Nothing that was sent about this request before is still under way."""
+
+    request_id: str
+
+
+# -- supervisor ----------------------------------------------------------------------------------
+
+
+class PeerUp(Message, frozen=True):
+    """A CPU engine of this generation listens at `address`, with that many free host pages."""
+
+    generation: int
+    address: str
+    pages: int
+
+
+class PeerDown(Message, frozen=True):
+    """The CPU engine of this generation is dead and reaped."""
+
+    generation: int
+
+
+class PeerDrained(Message, frozen=True):
+    """GPU engine to supervisor: no step or copy touches the dead generation's pages any more."""
+
+    generation: int
+
+
+class Shutdown(Message, frozen=True):
+    """Finish the step that runs, then exit."""
+
+
+AnyMessage = (
+    Submit | Abort | Tokens | Failed | Lost | EngineReady | EngineStats
+    | Reserve | Cancel | Handoff | Recall | Loaded
+    | Grant | Deny | Release | KeepRow | Return | HostReport
+    | Gone | GoneAck | PeerUp | PeerDown | PeerDrained | Shutdown
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """A message with its sender and the CPU engine's generation it speaks of."""
+
+    sender: str
+    generation: int
+    body: AnyMessage

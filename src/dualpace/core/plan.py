@@ -1,0 +1,97 @@
+"""What an engine runs in one step, and what comes back: the contract between loop and executor.
+
+A `Batch` names rows, token ids and page ids, never tensors, so that the same batch can be run on
+torch, by the C++ engine, or by the simulator's clock.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
+
+from dualpace.core.sampling import DecodeParams
+
+Tier = Literal["gpu", "host"]
+
+
+class BatchRow(msgspec.Struct, frozen=True):
+    """One request's part of a step.
+
+    The step computes `tokens` at positions `start`, `start+1`, …, writes their KV into `pages` of
+    `tier`, attends to positions 0 … `start+len(tokens)-1`, and, where `sample` is set, samples the
+    token at position `start+len(tokens)`.
+    """
+
+    request_id: str
+    tokens: list[int]
+    start: int
+    pages: list[int]
+    tier: Tier
+    sample: bool
+    params: DecodeParams
+    banned_ids: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """First position after this step; also the position of the token it samples."""
+        return self.start + len(self.tokens)
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One step of one engine. `number` counts the engine's steps from 1."""
+
+    number: int
+    rows: tuple[BatchRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+
+class CopyJob(msgspec.Struct, frozen=True):
+    """Move one request's pages between the tiers: page `source[i]` to page `target[i]`.
+
+    "load" brings host pages to the GPU (promotion), "store" takes GPU pages to the host.
+    """
+
+    number: int
+    request_id: str
+    kind: Literal["load", "store"]
+    source: list[int]
+    target: list[int]
+
+
+Outcome = TypeVar("Outcome", covariant=True)
+
+
+class Ticket(Protocol[Outcome]):
+    """A launched step or copy."""
+
+    def done(self) -> bool:
+        """True once `result` returns without waiting."""
+        ...
+
+    def result(self) -> Outcome:
+        """The outcome. Raises what went wrong on the device, if anything did."""
+        ...
+
+
+class Executor(Protocol):
+    """Runs batches and copies of one engine, in the order of launch, and never blocks the loop.
+
+    Whoever builds an executor gives it a `wake` callback, which it calls from any thread once a
+    ticket is done.
+    """
+
+    def launch(self, batch: Batch) -> Ticket[list[int | None]]:
+        """Start a step. The ticket yields, row by row, the sampled token id or None."""
+        ...
+
+    def copy(self, job: CopyJob) -> Ticket[None]:
+        """Start a copy between the tiers."""
+        ...
+
+    def close(self) -> None:
+        """Finish what runs and let go of threads and memory."""
+        ...

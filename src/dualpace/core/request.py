@@ -1,0 +1,59 @@
+"""One request as the engines see it: token ids, decoding rules, whose it is.
+
+Knows nothing of text, pages, tensors or messages.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from dualpace.core.sampling import DecodeParams
+
+FinishReason = Literal["stop", "length"]
+
+
+class RequestState(msgspec.Struct):
+    """Everything that travels with a request when it changes its engine, KV pages apart.
+
+    `arrival` is its place in the queue for as long as it lives; `epoch` grows by one with every
+    change of owner, and a result that carries an older epoch is dropped.
+    """
+
+    id: str
+    arrival: int
+    epoch: int
+    prompt: list[int]
+    output: list[int]
+    params: DecodeParams
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt followed by output."""
+        return self.prompt + self.output
+
+    @property
+    def last_token(self) -> int:
+        return self.output[-1] if self.output else self.prompt[-1]
+
+    @property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Ids that may not be sampled next: those that would end it before `min_tokens`."""
+        return self.params.stop_ids if len(self.output) < self.params.min_tokens else ()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the request ends with the tokens it has, or None while it goes on."""
+        if not self.output:
+            return None
+        if self.output[-1] in self.params.stop_ids and len(self.output) > self.params.min_tokens:
+            return "stop"
+        if len(self.output) >= self.params.max_tokens:
+            return "length"
+        return None
