@@ -173,10 +173,14 @@ class Release(Message, frozen=True):
 
 
 class KeepRow(Message, frozen=True):
-    """Answer to Recall: it stays here (it outgrew the room, or is not here any more)."""
+    """Answer to Recall: it stays here, having outgrown the room with `tokens` tokens.
+
+    0 tokens: it is not here any more, which an earlier message has told.
+    """
 
     request_id: str
     epoch: int
+    tokens: int
 
 
 class Return(Message, frozen=True):

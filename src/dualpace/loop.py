@@ -1,0 +1,136 @@
+"""The engine loop: drain, plan, launch, wait, commit, emit. There is no other.
+
+The GPU engine, the CPU engine and the simulator run it with their own scheduler (what the engine
+owns and decides) and executor (what computes). While a step runs the loop goes on answering
+messages; `depth` says how many steps may be under way at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from dualpace.core.messages import AnyMessage, Envelope
+from dualpace.core.plan import Batch, CopyJob, Executor, Ticket
+from dualpace.ipc import Port
+
+
+class Scheduler(Protocol):
+    """The owner's side of an engine: requests, pages, protocol. Never waits, never computes."""
+
+    stopped: bool
+
+    def on_message(self, envelope: Envelope) -> None:
+        """Take in a message; answers are left in the outbox."""
+        ...
+
+    def plan(self, now: float) -> Batch | None:
+        """Decide the next step, or None if there is nothing to run."""
+        ...
+
+    def take_copies(self) -> list[CopyJob]:
+        """Copies to start now."""
+        ...
+
+    def commit(self, batch: Batch, tokens: list[int | None]) -> None:
+        """A step has completed."""
+        ...
+
+    def fail(self, batch: Batch, error: Exception) -> None:
+        """A step has failed; nothing of it counts."""
+        ...
+
+    def copied(self, job: CopyJob, error: Exception | None) -> None:
+        """A copy has completed, or failed."""
+        ...
+
+    def take_messages(self) -> list[tuple[str, AnyMessage]]:
+        """Messages to send, in order, each with its addressee."""
+        ...
+
+    def idle(self) -> None:
+        """Nothing is under way: the moment for integrity checks."""
+        ...
+
+
+class EngineLoop:
+    """Runs one engine until its scheduler has stopped."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        port: Port,
+        clock: Callable[[], float],
+        depth: int = 1,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.port = port
+        self.clock = clock
+        self.depth = depth
+        self.steps: deque[tuple[Batch, Ticket[list[int | None]]]] = deque()
+        self.copies: list[tuple[CopyJob, Ticket[None]]] = []
+
+    def run(self) -> None:
+        """Step until the scheduler has stopped and nothing is under way."""
+        while not self.scheduler.stopped or self.steps or self.copies:
+            self.step()
+
+    def step(self) -> None:
+        """One turn. Returns after a message, a completion, or (idle) a second."""
+        self.drain()
+        launched = self.plan_and_launch()
+        self.emit()
+        if not launched or len(self.steps) >= self.depth:
+            self.wait()
+        self.commit()
+        self.emit()
+
+    def drain(self) -> None:
+        for envelope in self.port.drain():
+            self.scheduler.on_message(envelope)
+
+    def plan_and_launch(self) -> bool:
+        """Fill the pipeline by one step and start waiting copies."""
+        batch = None
+        if len(self.steps) < self.depth:
+            batch = self.scheduler.plan(self.clock())
+            if batch is not None:
+                self.steps.append((batch, self.executor.launch(batch)))
+        for job in self.scheduler.take_copies():
+            self.copies.append((job, self.executor.copy(job)))
+        return batch is not None
+
+    def wait(self) -> None:
+        if not self.steps and not self.copies:
+            self.scheduler.idle()
+        self.port.wait(1.0)
+
+    def commit(self) -> None:
+        """Take in completed steps in order, and completed copies in any order."""
+        while self.steps and self.steps[0][1].done():
+            batch, ticket = self.steps.popleft()
+            try:
+                tokens = ticket.result()
+            except Exception as error:  # whatever the device raised costs this step, no more
+                self.scheduler.fail(batch, error)
+            else:
+                self.scheduler.commit(batch, tokens)
+        under_way = []
+        for job, copy in self.copies:
+            if not copy.done():
+                under_way.append((job, copy))
+                continue
+            try:
+                copy.result()
+            except Exception as error:
+                self.scheduler.copied(job, error)
+            else:
+                self.scheduler.copied(job, None)
+        self.copies = under_way
+
+    def emit(self) -> None:
+        for to, message in self.scheduler.take_messages():
+            self.port.send(to, message)

@@ -1,0 +1,101 @@
+"""What a policy sees and what it answers: ids, counts and the time, frozen.
+
+A row whose step is under way counts as computed; its next token is not known yet.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from dualpace.core.plan import Tier
+
+
+class RowView(msgspec.Struct, frozen=True):
+    """One request.
+
+    tokens: prompt and output tokens it has; computed: leading positions whose KV is written (or
+    being written); pages: KV pages it holds in `tier`.
+    """
+
+    id: str
+    arrival: int
+    tokens: int
+    computed: int = 0
+    pages: int = 0
+    tier: Tier = "gpu"
+
+    @property
+    def remaining(self) -> int:
+        """Positions still to compute before its next token can be sampled."""
+        return self.tokens - self.computed
+
+
+class GpuView(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU engine between two steps; every tuple is in arrival order.
+
+    decoding: rows with complete KV on the GPU; prefilling: rows with pages in either tier and
+    positions left to compute; waiting: rows without pages (the first of them); host: the oldest
+    requests of the CPU engine; moving: rows under promotion, demotion or reservation.
+    """
+
+    now: float
+    page_tokens: int
+    pages_total: int
+    pages_free: int
+    max_rows: int
+    max_tokens: int
+    decoding: tuple[RowView, ...] = ()
+    prefilling: tuple[RowView, ...] = ()
+    waiting: tuple[RowView, ...] = ()
+    host: tuple[RowView, ...] = ()
+    moving: int = 0
+    demoting_pages: int = 0
+    host_open: bool = False
+    host_pages_total: int = 0
+    host_pages_free: int = 0
+    host_rows: int = 0
+
+
+class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """What the GPU engine shall do now.
+
+    admit: waiting rows that get GPU pages; reserve: waiting rows for which host pages are asked;
+    promote: host rows to recall; demote: rows to move to the host; preempt: rows to recompute
+    later; prefill: (row, number of positions) of the next step. Rows left in `decoding` decode.
+    """
+
+    admit: tuple[str, ...] = ()
+    reserve: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+    demote: tuple[str, ...] = ()
+    preempt: tuple[str, ...] = ()
+    prefill: tuple[tuple[str, int], ...] = ()
+
+
+class CpuView(msgspec.Struct, frozen=True, kw_only=True):
+    """The CPU engine between two iterations; rows in arrival order."""
+
+    now: float
+    page_tokens: int
+    pages_free: int
+    max_rows: int
+    rows: tuple[RowView, ...] = ()
+
+
+class CpuDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """run: rows of the next iteration; send_back: rows to return for recompute, pages freed."""
+
+    run: tuple[str, ...] = ()
+    send_back: tuple[str, ...] = ()
+
+
+class Policy(Protocol):
+    """Decides; owns nothing and remembers nothing."""
+
+    uses_host: bool
+
+    def plan_gpu(self, view: GpuView) -> GpuDecision: ...
+
+    def plan_cpu(self, view: CpuView) -> CpuDecision: ...

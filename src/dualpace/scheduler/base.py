@@ -1,0 +1,119 @@
+"""What both engines' schedulers share: outbox, tombstones, statistics.
+
+A scheduler owns its engine's requests and pages and speaks the protocol of `core.messages`. It
+never waits and never computes; `dualpace.loop` drives it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from dualpace.core.messages import (
+    FRONTEND,
+    Abort,
+    AnyMessage,
+    EngineName,
+    EngineStats,
+    Envelope,
+    Gone,
+    GoneAck,
+    Shutdown,
+    TokenEvent,
+    Tokens,
+)
+from dualpace.core.plan import CopyJob
+from dualpace.kv.pages import PagePool
+
+logger = logging.getLogger(__name__)
+STATS_INTERVAL = 0.5  # seconds between EngineStats
+
+
+class SchedulerBase:
+    """Outbox and the ending of requests.
+
+    A request that ends here leaves a tombstone until the peer has acknowledged, so that whatever
+    the peer sent about it before is dropped on arrival.
+    """
+
+    def __init__(self, peer: EngineName, pool: PagePool) -> None:
+        self.stopped = False
+        self.peer = peer
+        self.pool = pool
+        self.tombstones: set[str] = set()
+        self.steps = 0
+        self.moves: Counter[str] = Counter()
+        self._outbox: list[tuple[str, AnyMessage]] = []
+        self._events: list[TokenEvent] = []
+        self._stats_due = 0.0
+
+    # -- the loop's side -------------------------------------------------------------------------
+
+    def on_message(self, envelope: Envelope) -> None:
+        body = envelope.body
+        match body:
+            case Abort():
+                self.on_end(body.request_id)
+            case Gone():
+                self.on_end(body.request_id)
+                self.forget_peer_pages(body.request_id)
+                self.send(self.peer, GoneAck(body.request_id))
+            case GoneAck():
+                self.tombstones.discard(body.request_id)
+            case Shutdown():
+                self.stopped = True
+            case _:
+                self.handle(body)
+
+    def take_messages(self) -> list[tuple[str, AnyMessage]]:
+        self.flush_events()
+        messages, self._outbox = self._outbox, []
+        return messages
+
+    def take_copies(self) -> list[CopyJob]:
+        return []
+
+    def idle(self) -> None:
+        self.check_integrity()
+
+    # -- for the engines -------------------------------------------------------------------------
+
+    def handle(self, body: AnyMessage) -> None:
+        """Messages that only this engine gets."""
+        raise NotImplementedError
+
+    def on_end(self, request_id: str) -> None:
+        """The request has ended elsewhere: let go of everything of it."""
+        raise NotImplementedError
+
+    def forget_peer_pages(self, request_id: str) -> None:
+        """The peer touches this engine's pages of the request no more."""
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if what is owned does not add up."""
+        self.pool.check_integrity()
+
+    def send(self, to: str, body: AnyMessage) -> None:
+        self._outbox.append((to, body))
+
+    def emit_token(self, event: TokenEvent) -> None:
+        self._events.append(event)
+
+    def flush_events(self) -> None:
+        """Turn the tokens of a step into one message."""
+        if self._events:
+            self.send(FRONTEND, Tokens(self._events))
+            self._events = []
+
+    def tell_gone(self, request_id: str) -> None:
+        """Tell the peer that the request ended here."""
+        self.send(self.peer, Gone(request_id))
+
+    def report_stats(self, now: float, rows: int, waiting: int) -> None:
+        if now < self._stats_due:
+            return
+        self._stats_due = now + STATS_INTERVAL
+        stats = EngineStats(
+            self.steps, rows, waiting, self.pool.total, self.pool.free, dict(self.moves)
+        )
+        self.send(FRONTEND, stats)

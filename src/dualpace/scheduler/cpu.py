@@ -1,0 +1,272 @@
+"""The CPU engine's scheduler: owner of the host page pool and of the host-resident requests.
+
+It decodes what it has been handed, at its own pace, and answers the GPU engine's questions at
+once, also in the middle of an iteration.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from dualpace.core.messages import (
+    FRONTEND,
+    GPU,
+    AnyMessage,
+    Cancel,
+    Deny,
+    Failed,
+    Grant,
+    Handoff,
+    HostReport,
+    KeepRow,
+    Loaded,
+    Recall,
+    Release,
+    Reserve,
+    Return,
+    TokenEvent,
+)
+from dualpace.core.plan import Batch, BatchRow, CopyJob
+from dualpace.core.request import RequestState
+from dualpace.kv.pages import PagePool, pages_for
+from dualpace.policy.view import CpuView, Policy, RowView
+from dualpace.scheduler.base import SchedulerBase
+from dualpace.scheduler.rows import holder, step_holder
+
+logger = logging.getLogger(__name__)
+REPORTED_LENGTHS = 16  # rows whose length each HostReport names
+
+
+@dataclass(eq=False)
+class HostRow:
+    """A request that the CPU engine decodes. All its tokens but the last have KV."""
+
+    state: RequestState
+    step: int | None = None
+
+    @property
+    def computed(self) -> int:
+        return self.state.num_tokens - 1
+
+
+class CpuScheduler(SchedulerBase):
+    """Host pages are held by a grant, then by the row, then (recalled) by the load."""
+
+    def __init__(self, policy: Policy, pages: int, page_tokens: int, max_rows: int) -> None:
+        super().__init__(GPU, PagePool(pages))
+        self.policy = policy
+        self.page_tokens = page_tokens
+        self.max_rows = max_rows
+        self.rows: dict[str, HostRow] = {}
+        self.grants: dict[str, int] = {}  # epoch by request
+        self.loads: dict[str, int] = {}  # epoch by request
+        self._reported: tuple[int, int, int] | None = None
+
+    # -- drain -----------------------------------------------------------------------------------
+
+    def handle(self, body: AnyMessage) -> None:
+        match body:
+            case Reserve():
+                self._reserve(body)
+            case Cancel():
+                self._drop_grant(body.request_id, body.epoch)
+            case Handoff():
+                self._take_over(body.state)
+            case Recall():
+                self._recall(body)
+            case Loaded():
+                if self.loads.get(body.request_id) == body.epoch:
+                    self.forget_peer_pages(body.request_id)
+            case _:
+                logger.error("the CPU engine has no use for %s", type(body).__name__)
+
+    def _reserve(self, ask: Reserve) -> None:
+        """Grant the pages, unless that would leave less than one free page per request here."""
+        count = pages_for(ask.tokens, self.page_tokens)
+        others = len(self.rows) + len(self.grants)
+        ended = ask.request_id in self.tombstones
+        taken = None
+        if not ended and ask.request_id not in self.grants and self.pool.free - count >= others:
+            taken = self.pool.take(count, ("grant", ask.request_id))
+        if taken is None:
+            self.send(GPU, Deny(ask.request_id, ask.epoch))
+        else:
+            self.grants[ask.request_id] = ask.epoch
+            self.send(GPU, Grant(ask.request_id, ask.epoch, taken))
+
+    def _take_over(self, state: RequestState) -> None:
+        """A handoff: the grant's pages become the row's."""
+        granted = self.grants.get(state.id)
+        if state.id in self.tombstones or granted is None or state.id in self.rows:
+            logger.debug("handoff of %s comes too late", state.id)
+            self._drop_grant(state.id)
+            return
+        del self.grants[state.id]
+        self.pool.rename(("grant", state.id), holder(state.id))
+        self.rows[state.id] = HostRow(state)
+
+    def _recall(self, recall: Recall) -> None:
+        """Release the committed state at once; a row in flight is discarded when it commits."""
+        row = self.rows.get(recall.request_id)
+        if (
+            row is None
+            or row.state.epoch != recall.epoch
+            or row.state.num_tokens > recall.room
+            or recall.request_id in self.loads
+        ):
+            tokens = 0 if row is None else row.state.num_tokens
+            self.send(GPU, KeepRow(recall.request_id, recall.epoch, tokens))
+            return
+        del self.rows[recall.request_id]
+        row.state.epoch += 1
+        self.loads[row.state.id] = row.state.epoch
+        self.pool.rename(holder(row.state.id), ("load", row.state.id))
+        self.moves["released"] += 1
+        pages = list(self.pool.held_by(("load", row.state.id)))
+        self.flush_events()  # its last tokens go out before the GPU can emit the next
+        self.send(GPU, Release(row.state, pages))
+
+    def forget_peer_pages(self, request_id: str) -> None:
+        self._drop_grant(request_id)
+        if self.loads.pop(request_id, None) is not None:
+            self.pool.drop(("load", request_id))
+
+    def _drop_grant(self, request_id: str, epoch: int | None = None) -> None:
+        if request_id in self.grants and epoch in (None, self.grants[request_id]):
+            del self.grants[request_id]
+            self.pool.drop(("grant", request_id))
+
+    def on_end(self, request_id: str) -> None:
+        """Abort, or the GPU engine ended it. Grants and loads stay until the GPU lets go."""
+        row = self.rows.get(request_id)
+        if row is not None:
+            self.end(row)
+
+    def end(self, row: HostRow) -> None:
+        request_id = row.state.id
+        del self.rows[request_id]
+        self.pool.drop(holder(request_id))
+        self.tombstones.add(request_id)
+        self.tell_gone(request_id)
+
+    # -- plan ------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Batch | None:
+        self.report_stats(now, len(self.rows), 0)
+        if not self.rows:
+            return None
+        decision = self.policy.plan_cpu(self.view(now))
+        for request_id in decision.send_back:
+            self._send_back(self.rows[request_id])
+        parts = [
+            row
+            for row in (self.rows[request_id] for request_id in decision.run)
+            if row.step is None and self._has_room(row)
+        ]
+        if not parts:
+            return None
+        self.steps += 1
+        batch = Batch(self.steps, tuple(self._batch_row(row) for row in parts))
+        for row in parts:
+            row.step = batch.number
+            self.pool.hold(self.pool.held_by(holder(row.state.id)), step_holder(batch))
+        return batch
+
+    def view(self, now: float) -> CpuView:
+        """The books as the policy may see them."""
+        rows = sorted(self.rows.values(), key=lambda row: row.state.arrival)
+        return CpuView(
+            now=now,
+            page_tokens=self.page_tokens,
+            pages_free=self.pool.free,
+            max_rows=self.max_rows,
+            rows=tuple(
+                RowView(
+                    row.state.id,
+                    row.state.arrival,
+                    row.state.num_tokens,
+                    row.computed,
+                    len(self.pool.held_by(holder(row.state.id))),
+                    "host",
+                )
+                for row in rows
+            ),
+        )
+
+    def _send_back(self, row: HostRow) -> None:
+        """No page for it: it goes back to the waiting queue with its tokens."""
+        del self.rows[row.state.id]
+        self.pool.drop(holder(row.state.id))
+        row.state.epoch += 1
+        self.moves["sent_back"] += 1
+        self.flush_events()
+        self.send(GPU, Return(row.state))
+
+    def _has_room(self, row: HostRow) -> bool:
+        if row.computed < len(self.pool.held_by(holder(row.state.id))) * self.page_tokens:
+            return True
+        return self.pool.take(1, holder(row.state.id)) is not None
+
+    def _batch_row(self, row: HostRow) -> BatchRow:
+        state = row.state
+        return BatchRow(
+            request_id=state.id,
+            tokens=[state.last_token],
+            start=row.computed,
+            pages=list(self.pool.held_by(holder(state.id))),
+            tier="host",
+            sample=True,
+            params=state.params,
+            banned_ids=state.banned_ids,
+        )
+
+    # -- commit ----------------------------------------------------------------------------------
+
+    def commit(self, batch: Batch, tokens: list[int | None]) -> None:
+        self.pool.drop(step_holder(batch))
+        for part, token in zip(batch.rows, tokens, strict=True):
+            row = self.rows.get(part.request_id)
+            if row is None or row.step != batch.number or token is None:
+                continue  # it ended or was recalled while the iteration ran
+            row.step = None
+            state = row.state
+            state.output.append(token)
+            finish = state.finish_reason
+            self.emit_token(
+                TokenEvent(state.id, state.epoch, len(state.output) - 1, token, finish)
+            )
+            if finish is not None:
+                self.end(row)
+
+    def fail(self, batch: Batch, error: Exception) -> None:
+        logger.error("iteration %d failed: %s", batch.number, error, exc_info=error)
+        self.pool.drop(step_holder(batch))
+        for part in batch.rows:
+            row = self.rows.get(part.request_id)
+            if row is not None and row.step == batch.number:
+                reason = f"the CPU engine failed in an iteration: {error}"
+                self.send(FRONTEND, Failed(part.request_id, row.state.epoch, reason))
+                self.end(row)
+
+    def copied(self, job: CopyJob, error: Exception | None) -> None:
+        raise AssertionError("the CPU engine starts no copies")
+
+    def take_messages(self) -> list[tuple[str, AnyMessage]]:
+        self._report()
+        return super().take_messages()
+
+    def _report(self) -> None:
+        """Tell the GPU scheduler what it may count on, whenever that has changed."""
+        now = (self.steps, self.pool.free, len(self.rows))
+        if now == self._reported:
+            return
+        self._reported = now
+        oldest = sorted(self.rows.values(), key=lambda row: row.state.arrival)[:REPORTED_LENGTHS]
+        lengths = {row.state.id: row.state.num_tokens for row in oldest}
+        self.send(GPU, HostReport(self.pool.free, len(self.rows), lengths))
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        if not self.rows and not self.grants and not self.loads:
+            self.pool.check_integrity(idle=True)

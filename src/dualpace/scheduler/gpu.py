@@ -1,0 +1,237 @@
+"""The GPU engine's scheduler: owner of the waiting queue and of the GPU page pool.
+
+Applies what the policy decides, builds the steps, and keeps each request's life in order (see
+`rows.Phase`). Moving requests between the engines is in `moves`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+
+from dualpace.core.messages import CPU, FRONTEND, AnyMessage, Failed, Submit, TokenEvent
+from dualpace.core.plan import Batch, CopyJob
+from dualpace.core.request import RequestState
+from dualpace.kv.ledger import TransferLedger
+from dualpace.kv.pages import PagePool, pages_for
+from dualpace.policy.view import GpuView, Policy
+from dualpace.scheduler.base import SchedulerBase
+from dualpace.scheduler.moves import Moves
+from dualpace.scheduler.rows import Phase, Row, holder, step_holder
+
+logger = logging.getLogger(__name__)
+VIEWED_HOST_ROWS = 16  # how many of the oldest host rows a policy sees
+
+
+class GpuScheduler(SchedulerBase):
+    """Decides nothing itself: `policy` does. Runs each row in at most one step at a time."""
+
+    def __init__(
+        self, policy: Policy, pages: int, page_tokens: int, max_rows: int, max_tokens: int
+    ) -> None:
+        super().__init__(CPU, PagePool(pages))
+        self.policy = policy
+        self.page_tokens = page_tokens
+        self.max_rows = max_rows
+        self.max_tokens = max_tokens
+        self.rows: dict[str, Row] = {}
+        self.queue: list[Row] = []  # WAITING, in arrival order
+        self.ledger = TransferLedger()
+        self.moves_of = Moves(self)
+
+    # -- drain -----------------------------------------------------------------------------------
+
+    def handle(self, body: AnyMessage) -> None:
+        if isinstance(body, Submit):
+            self.submit(body.state)
+        else:
+            self.moves_of.handle(body)
+
+    def submit(self, state: RequestState) -> None:
+        """Queue a new request at its arrival place."""
+        if state.id in self.rows:
+            logger.error("request %s was submitted twice; the second is dropped", state.id)
+            return
+        row = Row(state)
+        self.rows[state.id] = row
+        self.enqueue(row)
+
+    def enqueue(self, row: Row) -> None:
+        """To the waiting queue, with nothing computed."""
+        row.phase = Phase.WAITING
+        row.tier = "gpu"
+        row.computed = 0
+        row.step = None
+        row.host_pages = []
+        self.pool.drop(holder(row.id))
+        bisect.insort(self.queue, row, key=lambda queued: queued.arrival)
+
+    def on_end(self, request_id: str) -> None:
+        row = self.rows.get(request_id)
+        if row is not None:
+            self.end(row)
+
+    def end(self, row: Row) -> None:
+        """Take the row off the books; its pages are free once no step or copy holds them."""
+        del self.rows[row.id]
+        if row.phase is Phase.WAITING:
+            self.queue.remove(row)
+        self.pool.drop(holder(row.id))
+        self.moves_of.ended(row)
+
+    # -- plan ------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Batch | None:
+        self.report_stats(now, len(self.rows) - len(self.queue), len(self.queue))
+        if not self.rows:
+            return None
+        decision = self.policy.plan_gpu(self.view(now))
+        for request_id in decision.preempt:
+            self.enqueue(self.rows[request_id])
+            self.moves["preempted"] += 1
+        for request_id in decision.demote:
+            self.moves_of.demote(self.rows[request_id])
+        for request_id in decision.promote:
+            self.moves_of.promote(self.rows[request_id])
+        for request_id in decision.admit:
+            self.admit(self.rows[request_id])
+        for request_id in decision.reserve:
+            self.moves_of.reserve(self.rows[request_id])
+        return self.build(decision.prefill)
+
+    def view(self, now: float) -> GpuView:
+        """The books as the policy may see them."""
+        by_phase: dict[Phase, list[Row]] = {phase: [] for phase in Phase}
+        for row in self.rows.values():
+            by_phase[row.phase].append(row)
+        for phase in (Phase.DECODE, Phase.PREFILL, Phase.REMOTE):
+            by_phase[phase].sort(key=lambda row: row.arrival)
+        return GpuView(
+            now=now,
+            page_tokens=self.page_tokens,
+            pages_total=self.pool.total,
+            pages_free=self.pool.free,
+            max_rows=self.max_rows,
+            max_tokens=self.max_tokens,
+            decoding=tuple(row.view(self._pages(row)) for row in by_phase[Phase.DECODE]),
+            prefilling=tuple(row.view(self._pages(row)) for row in by_phase[Phase.PREFILL]),
+            waiting=tuple(row.view() for row in self.queue[: self.max_rows]),
+            host=tuple(row.view() for row in by_phase[Phase.REMOTE][:VIEWED_HOST_ROWS]),
+            moving=len(by_phase[Phase.RECALLING]) + len(by_phase[Phase.LOADING]),
+            demoting_pages=sum(
+                self._pages(row)
+                for phase in (Phase.DEMOTING, Phase.STORING)
+                for row in by_phase[phase]
+            ),
+            host_open=self.policy.uses_host and self.moves_of.host_open,
+            host_pages_total=self.moves_of.host_pages_total,
+            host_pages_free=self.moves_of.host_pages_free,
+            host_rows=sum(row.belongs_to_host for row in self.rows.values()),
+        )
+
+    def admit(self, row: Row) -> None:
+        """Give a waiting row GPU pages for all its tokens and the next."""
+        count = pages_for(row.state.num_tokens + 1, self.page_tokens)
+        if self.pool.take(count, holder(row.id)) is not None:
+            self.queue.remove(row)
+            row.phase = Phase.PREFILL
+
+    def build(self, prefill: tuple[tuple[str, int], ...]) -> Batch | None:
+        """The step: every decoding row that has (or gets) a page, then the prompts' chunks."""
+        parts = [
+            (row, 1)
+            for row in sorted(self.rows.values(), key=lambda row: row.arrival)
+            if row.phase is Phase.DECODE and row.step is None and self._has_room(row)
+        ]
+        for request_id, count in prefill:
+            row = self.rows[request_id]
+            if row.phase is Phase.PREFILL and row.step is None:
+                parts.append((row, count))
+        if not parts:
+            return None
+        self.steps += 1
+        batch = Batch(
+            self.steps, tuple(row.batch_row(count, list(self._page_list(row))) for row, count in parts)
+        )
+        for row, _ in parts:
+            row.step = batch.number
+            if row.tier == "gpu":
+                self.pool.hold(self.pool.held_by(holder(row.id)), step_holder(batch))
+            else:
+                self.ledger.begin_use(row.id)
+        return batch
+
+    def _has_room(self, row: Row) -> bool:
+        if row.computed < self._pages(row) * self.page_tokens:
+            return True
+        return self.pool.take(1, holder(row.id)) is not None
+
+    def _pages(self, row: Row) -> int:
+        return len(self._page_list(row))
+
+    def _page_list(self, row: Row) -> list[int]:
+        if row.tier == "host":
+            return row.host_pages
+        return self.pool.held_by(holder(row.id))
+
+    # -- commit ----------------------------------------------------------------------------------
+
+    def commit(self, batch: Batch, tokens: list[int | None]) -> None:
+        self._let_go(batch)
+        for part, token in zip(batch.rows, tokens, strict=True):
+            row = self.rows.get(part.request_id)
+            if row is None or row.step != batch.number:
+                continue  # it ended, or was preempted, while the step ran
+            row.step = None
+            row.computed = part.end
+            if token is not None:
+                self.append(row, token)
+
+    def append(self, row: Row, token: int) -> None:
+        """The row's next token: emit it, then end the row, pass it on, or let it decode."""
+        state = row.state
+        state.output.append(token)
+        finish = state.finish_reason
+        self.emit_token(TokenEvent(row.id, state.epoch, len(state.output) - 1, token, finish))
+        if finish is not None:
+            self.end(row)
+        elif row.tier == "host":
+            self.moves_of.hand_off(row)
+        else:
+            row.phase = Phase.DECODE
+
+    def fail(self, batch: Batch, error: Exception) -> None:
+        logger.error("step %d failed: %s", batch.number, error, exc_info=error)
+        self._let_go(batch)
+        for part in batch.rows:
+            row = self.rows.get(part.request_id)
+            if row is not None and row.step == batch.number:
+                reason = f"the GPU engine failed in a step: {error}"
+                self.send(FRONTEND, Failed(row.id, row.state.epoch, reason))
+                self.end(row)
+
+    def _let_go(self, batch: Batch) -> None:
+        self.pool.drop(step_holder(batch))
+        for part in batch.rows:
+            if part.tier == "host":
+                self.ledger.end_use(part.request_id)
+                self.moves_of.use_ended(part.request_id)
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[CopyJob]:
+        return self.moves_of.take_copies()
+
+    def copied(self, job: CopyJob, error: Exception | None) -> None:
+        self.moves_of.copied(job, error)
+
+    # -- integrity -------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.ledger.check_integrity()
+        waiting = [row for row in self.rows.values() if row.phase is Phase.WAITING]
+        if sorted(map(id, waiting)) != sorted(map(id, self.queue)):
+            raise AssertionError("the waiting queue does not hold the waiting rows")
+        if not self.rows and not self.moves_of.ending:
+            self.pool.check_integrity(idle=True)

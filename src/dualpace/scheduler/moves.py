@@ -1,0 +1,289 @@
+"""Requests changing engine, seen from the GPU: reservation, handoff, promotion, demotion.
+
+The GPU scheduler's other half. It asks the CPU engine for pages and takes the answers, and it is
+the one place that knows whether the CPU engine lives.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Literal
+
+from dualpace.core.messages import (
+    CPU,
+    FRONTEND,
+    AnyMessage,
+    Cancel,
+    Deny,
+    Grant,
+    Handoff,
+    HostReport,
+    KeepRow,
+    Loaded,
+    Lost,
+    PeerDown,
+    PeerDrained,
+    PeerUp,
+    Recall,
+    Release,
+    Reserve,
+    Return,
+)
+from dualpace.core.plan import CopyJob
+from dualpace.kv.pages import pages_for
+from dualpace.scheduler.rows import Phase, Row, holder
+
+if TYPE_CHECKING:
+    from dualpace.scheduler.gpu import GpuScheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Moves:
+    """Speaks with the CPU engine on behalf of the GPU scheduler's rows."""
+
+    def __init__(self, scheduler: GpuScheduler) -> None:
+        self.gpu = scheduler
+        self.host_up = False
+        self.host_denied = False
+        self.host_pages_total = 0
+        self.host_pages_free = 0
+        self.ending: set[str] = set()  # ended here, but a step or copy still touches host pages
+        self._draining: int | None = None
+        self._copies: list[CopyJob] = []
+
+    @property
+    def host_open(self) -> bool:
+        """True while it makes sense to ask for host pages."""
+        return self.host_up and not self.host_denied
+
+    def handle(self, body: AnyMessage) -> None:
+        match body:
+            case Grant():
+                self._granted(body)
+            case Deny():
+                self._denied(body)
+            case Release():
+                self._released(body)
+            case KeepRow():
+                self._kept(body)
+            case Return():
+                self._returned(body)
+            case HostReport():
+                self._reported(body)
+            case PeerUp():
+                self._peer_up(body)
+            case PeerDown():
+                self._peer_down(body)
+            case _:
+                logger.error("the GPU engine has no use for %s", type(body).__name__)
+
+    # -- waiting room: a prompt goes straight to the host ----------------------------------------
+
+    def reserve(self, row: Row) -> None:
+        """Ask for host pages for a waiting row."""
+        self.gpu.queue.remove(row)
+        row.phase = Phase.RESERVING
+        self._ask_for_pages(row)
+
+    def hand_off(self, row: Row) -> None:
+        """The row's KV lies complete on the host: it is the CPU engine's from here on."""
+        state = row.state
+        state.epoch += 1
+        self.gpu.send(CPU, Handoff(state))
+        self.gpu.pool.drop(holder(row.id))
+        self.gpu.moves["handed_off"] += 1
+        row.phase = Phase.REMOTE
+        row.tier = "host"
+        row.computed = 0
+        row.host_pages = []
+        row.host_length = state.num_tokens
+
+    def _ask_for_pages(self, row: Row) -> None:
+        tokens = row.state.num_tokens + 1
+        row.host_knows = True
+        self.host_pages_free -= pages_for(tokens, self.gpu.page_tokens)
+        self.gpu.send(CPU, Reserve(row.id, row.state.epoch, tokens))
+
+    def _granted(self, grant: Grant) -> None:
+        row = self._row(grant.request_id, grant.epoch, Phase.RESERVING, Phase.DEMOTING)
+        if row is None:
+            if grant.request_id not in self.gpu.tombstones:
+                self.gpu.send(CPU, Cancel(grant.request_id, grant.epoch))
+            return
+        row.host_pages = grant.pages
+        if row.phase is Phase.RESERVING:
+            row.phase = Phase.PREFILL
+            row.tier = "host"
+        else:
+            self._store(row)
+
+    def _denied(self, deny: Deny) -> None:
+        self.host_denied = True
+        row = self._row(deny.request_id, deny.epoch, Phase.RESERVING, Phase.DEMOTING)
+        if row is not None:
+            if row.phase is Phase.DEMOTING:
+                self.gpu.moves["preempted"] += 1
+            self.gpu.enqueue(row)
+
+    # -- demotion --------------------------------------------------------------------------------
+
+    def demote(self, row: Row) -> None:
+        """Ask for host pages for a row that decodes on the GPU; it sits out until they come."""
+        row.phase = Phase.DEMOTING
+        self._ask_for_pages(row)
+
+    def _store(self, row: Row) -> None:
+        count = pages_for(row.computed, self.gpu.page_tokens)
+        source = self.gpu.pool.held_by(holder(row.id))[:count]
+        self._copy(row, "store", source, row.host_pages[:count])
+        row.phase = Phase.STORING
+
+    # -- promotion -------------------------------------------------------------------------------
+
+    def promote(self, row: Row) -> None:
+        """Reserve GPU pages for a row of the CPU engine and ask it back."""
+        count = pages_for(row.host_length + 1, self.gpu.page_tokens)
+        pages = self.gpu.pool.take(count, holder(row.id))
+        if pages is not None:
+            row.phase = Phase.RECALLING
+            room = len(pages) * self.gpu.page_tokens
+            self.gpu.send(CPU, Recall(row.id, row.state.epoch, room))
+
+    def _released(self, release: Release) -> None:
+        state = release.state
+        row = self._row(state.id, state.epoch - 1, Phase.RECALLING)
+        if row is None:
+            if state.id not in self.gpu.tombstones:
+                self.gpu.send(CPU, Loaded(state.id, state.epoch))
+            return
+        row.state = state
+        row.phase = Phase.LOADING
+        row.host_pages = release.pages
+        count = pages_for(state.num_tokens - 1, self.gpu.page_tokens)
+        target = self.gpu.pool.held_by(holder(row.id))[:count]
+        self._copy(row, "load", release.pages[:count], target)
+
+    def _kept(self, keep: KeepRow) -> None:
+        row = self._row(keep.request_id, keep.epoch, Phase.RECALLING)
+        if row is not None:
+            self.gpu.pool.drop(holder(row.id))
+            row.phase = Phase.REMOTE
+            row.host_length = max(row.host_length, keep.tokens)
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def take_copies(self) -> list[CopyJob]:
+        jobs, self._copies = self._copies, []
+        return jobs
+
+    def copied(self, job: CopyJob, error: Exception | None) -> None:
+        """A copy has ended: its pages may go, and its row goes on."""
+        self.gpu.ledger.close(job)
+        self.gpu.pool.drop(("copy", job.number))
+        self.use_ended(job.request_id)
+        if error is not None:
+            logger.error("%s of %s failed: %s", job.kind, job.request_id, error, exc_info=error)
+        row = self.gpu.rows.get(job.request_id)
+        if row is None:
+            return
+        if row.phase is Phase.STORING and job.kind == "store":
+            if error is None:
+                self.gpu.moves["demoted"] += 1
+                self.hand_off(row)
+            else:
+                self.gpu.send(CPU, Cancel(row.id, row.state.epoch))
+                row.phase = Phase.DECODE
+        elif row.phase is Phase.LOADING and job.kind == "load":
+            if self.host_up:
+                self.gpu.send(CPU, Loaded(row.id, row.state.epoch))
+            row.host_pages = []
+            if error is None:
+                self.gpu.moves["promoted"] += 1
+                row.phase = Phase.DECODE
+                row.tier = "gpu"
+                row.computed = row.state.num_tokens - 1
+            else:
+                self.gpu.enqueue(row)
+
+    def _copy(
+        self, row: Row, kind: Literal["load", "store"], source: list[int], target: list[int]
+    ) -> None:
+        job = self.gpu.ledger.open(row.id, kind, source, target)
+        self.gpu.pool.hold(source if kind == "store" else target, ("copy", job.number))
+        self._copies.append(job)
+
+    # -- endings ---------------------------------------------------------------------------------
+
+    def ended(self, row: Row) -> None:
+        """The row is off the books: tell the CPU engine, if it knows it, once nothing here
+        touches its pages any more."""
+        if row.host_knows and self.host_up:
+            self.gpu.tombstones.add(row.id)
+            self.ending.add(row.id)
+            self.use_ended(row.id)
+
+    def use_ended(self, request_id: str) -> None:
+        """A step or copy on host pages of the request has ended."""
+        if request_id in self.ending and not self.gpu.ledger.in_use(request_id):
+            self.ending.remove(request_id)
+            self.gpu.tell_gone(request_id)
+        self._report_drained()
+
+    def _returned(self, back: Return) -> None:
+        state = back.state
+        row = self._row(state.id, state.epoch - 1, Phase.REMOTE, Phase.RECALLING)
+        if row is not None:
+            row.state = state
+            self.gpu.moves["returned"] += 1
+            self.gpu.enqueue(row)
+
+    # -- what is known of the CPU engine ---------------------------------------------------------
+
+    def _reported(self, report: HostReport) -> None:
+        self.host_denied = False
+        self.host_pages_free = report.pages_free
+        for request_id, length in report.lengths.items():
+            row = self.gpu.rows.get(request_id)
+            if row is not None and row.phase is Phase.REMOTE:
+                row.host_length = max(row.host_length, length)
+
+    def _peer_up(self, up: PeerUp) -> None:
+        self.host_up = True
+        self.host_denied = False
+        self.host_pages_total = self.host_pages_free = up.pages
+
+    def _peer_down(self, down: PeerDown) -> None:
+        """The CPU engine is dead. What was on its way there stays here; what it held is lost."""
+        self.host_up = False
+        self.host_pages_total = self.host_pages_free = 0
+        self.gpu.tombstones.clear()
+        self.ending.clear()
+        self._draining = down.generation
+        lost = []
+        for row in list(self.gpu.rows.values()):
+            row.host_knows = False
+            if row.phase in (Phase.REMOTE, Phase.RECALLING):
+                lost.append((row.id, row.state.epoch + 2))
+                self.gpu.end(row)
+            elif row.phase is Phase.RESERVING or (
+                row.phase is Phase.PREFILL and row.tier == "host"
+            ):
+                self.gpu.enqueue(row)
+            elif row.phase in (Phase.DEMOTING, Phase.STORING):
+                row.phase = Phase.DECODE
+        if lost:
+            self.gpu.send(FRONTEND, Lost(lost))
+        self._report_drained()
+
+    def _report_drained(self) -> None:
+        if self._draining is not None and self.gpu.ledger.quiet:
+            self.gpu.send(FRONTEND, PeerDrained(self._draining))
+            self._draining = None
+
+    def _row(self, request_id: str, epoch: int, *phases: Phase) -> Row | None:
+        """The row that a message speaks of, or None if the message comes too late for it."""
+        row = self.gpu.rows.get(request_id)
+        if row is None or row.state.epoch != epoch or row.phase not in phases:
+            return None
+        return row

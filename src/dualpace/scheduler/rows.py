@@ -1,0 +1,91 @@
+"""A request on the GPU engine's books, and the phases of its life there."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from dualpace.core.plan import Batch, BatchRow, Tier
+from dualpace.core.request import RequestState
+from dualpace.policy.view import RowView
+
+
+class Phase(enum.Enum):
+    """Where a request stands, seen from the GPU engine.
+
+        WAITING -> PREFILL -> DECODE                          on the GPU
+        WAITING -> RESERVING -> PREFILL -> REMOTE             straight to the host
+        DECODE -> DEMOTING -> STORING -> REMOTE               demotion
+        REMOTE -> RECALLING -> LOADING -> DECODE              promotion
+        any -> WAITING                                        recompute
+    """
+
+    WAITING = "waiting"  # no pages
+    RESERVING = "reserving"  # host pages asked for
+    PREFILL = "prefill"  # has pages in `tier`, some positions not computed
+    DECODE = "decode"  # on the GPU, only its last token not computed
+    DEMOTING = "demoting"  # on the GPU, host pages asked for
+    STORING = "storing"  # its KV is being copied to the host
+    REMOTE = "remote"  # the CPU engine's
+    RECALLING = "recalling"  # the CPU engine's, asked back; GPU pages are reserved
+    LOADING = "loading"  # its KV is being copied to the GPU
+
+
+HOST_PHASES = frozenset({Phase.RESERVING, Phase.DEMOTING, Phase.STORING, Phase.REMOTE})
+
+
+@dataclass(eq=False)
+class Row:
+    """One request. `computed` positions have KV; `step` is the launched step it takes part in."""
+
+    state: RequestState
+    phase: Phase = Phase.WAITING
+    tier: Tier = "gpu"
+    computed: int = 0
+    host_pages: list[int] = field(default_factory=list)
+    host_length: int = 0
+    host_knows: bool = False
+    step: int | None = None
+
+    @property
+    def id(self) -> str:
+        return self.state.id
+
+    @property
+    def arrival(self) -> int:
+        return self.state.arrival
+
+    @property
+    def belongs_to_host(self) -> bool:
+        """True if it has host pages, or is about to get some."""
+        return self.phase in HOST_PHASES or (self.phase is Phase.PREFILL and self.tier == "host")
+
+    def view(self, pages: int = 0) -> RowView:
+        """As the policy sees it, holding `pages` pages."""
+        tokens = self.host_length if self.phase is Phase.REMOTE else self.state.num_tokens
+        return RowView(self.id, self.arrival, tokens, self.computed, pages, self.tier)
+
+    def batch_row(self, count: int, pages: list[int]) -> BatchRow:
+        """Its part of a step that computes the next `count` positions."""
+        end = self.computed + count
+        decodes = self.phase is Phase.DECODE
+        return BatchRow(
+            request_id=self.id,
+            tokens=[self.state.last_token] if decodes else self.state.tokens[self.computed : end],
+            start=self.computed,
+            pages=pages,
+            tier=self.tier,
+            sample=end == self.state.num_tokens,
+            params=self.state.params,
+            banned_ids=self.state.banned_ids,
+        )
+
+
+def holder(request_id: str) -> tuple[str, str]:
+    """The page holder that is the request itself."""
+    return ("row", request_id)
+
+
+def step_holder(batch: Batch) -> tuple[str, int]:
+    """The page holder that is a launched step."""
+    return ("step", batch.number)

@@ -1,0 +1,127 @@
+"""The third executor: it takes virtual time instead of computing.
+
+Its model is a hash: the next token is a function of all earlier tokens, *read back from the
+simulated KV pages*. So a page that was freed too early, overwritten or moved to the wrong place
+changes the output, and a simulation checks page ownership as well as it measures.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from dualpace.core.plan import Batch, BatchRow, CopyJob, Tier
+from dualpace.sim.clock import VirtualClock
+
+Outcome = TypeVar("Outcome")
+VOCABULARY = 50_000
+
+
+class SimulatedMemory:
+    """Token ids in KV pages of both tiers; what was never written reads as -1."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self._pages: dict[tuple[Tier, int], list[int]] = {}
+
+    def page(self, tier: Tier, page: int) -> list[int]:
+        return self._pages.setdefault((tier, page), [-1] * self.page_tokens)
+
+    def write(self, row: BatchRow) -> None:
+        """The step's KV goes to the row's pages."""
+        for position, token in enumerate(row.tokens, row.start):
+            page, slot = divmod(position, self.page_tokens)
+            self.page(row.tier, row.pages[page])[slot] = token
+
+    def read(self, row: BatchRow) -> list[int]:
+        """KV of positions 0 … end-1, as attention would read it."""
+        tokens: list[int] = []
+        for page in row.pages:
+            tokens += self.page(row.tier, page)
+        return tokens[: row.end]
+
+    def copy(self, job: CopyJob) -> None:
+        """Carry out a load or a store."""
+        source: Tier = "host" if job.kind == "load" else "gpu"
+        target: Tier = "gpu" if job.kind == "load" else "host"
+        for old, new in zip(job.source, job.target, strict=True):
+            self.page(target, new)[:] = self.page(source, old)
+
+
+def next_token(tokens: list[int]) -> int:
+    """The simulated model: a checksum of everything before."""
+    return zlib.crc32(b"".join(token.to_bytes(4, "little", signed=True) for token in tokens)) % (
+        VOCABULARY
+    )
+
+
+class SimulatedTicket(Generic[Outcome]):
+    """Done when its time has come; what it does happens then."""
+
+    def __init__(self) -> None:
+        self._outcome: list[Outcome] = []
+
+    def finish(self, outcome: Outcome) -> None:
+        self._outcome.append(outcome)
+
+    def done(self) -> bool:
+        return bool(self._outcome)
+
+    def result(self) -> Outcome:
+        return self._outcome[0]
+
+
+class SimulatedExecutor:
+    """Implements `core.plan.Executor`.
+
+    `step_time(batch)` and `copy_time(job)` give seconds; `wake` is called at each completion.
+    Steps run one after the other, copies beside them.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        memory: SimulatedMemory,
+        step_time: Callable[[Batch], float],
+        copy_time: Callable[[CopyJob], float],
+        wake: Callable[[], None],
+    ) -> None:
+        self._clock = clock
+        self._memory = memory
+        self._step_time = step_time
+        self._copy_time = copy_time
+        self._wake = wake
+        self._free_at = 0.0
+        self.completed = 0
+
+    def launch(self, batch: Batch) -> SimulatedTicket[list[int | None]]:
+        ticket: SimulatedTicket[list[int | None]] = SimulatedTicket()
+        self._free_at = max(self._free_at, self._clock.now) + self._step_time(batch)
+
+        def complete() -> None:
+            tokens: list[int | None] = []
+            for row in batch.rows:
+                self._memory.write(row)
+                tokens.append(next_token(self._memory.read(row)) if row.sample else None)
+            self.completed += 1
+            ticket.finish(tokens)
+            self._wake()
+
+        self._clock.at(self._free_at, complete)
+        return ticket
+
+    def copy(self, job: CopyJob) -> SimulatedTicket[None]:
+        ticket: SimulatedTicket[None] = SimulatedTicket()
+
+        def complete() -> None:
+            self._memory.copy(job)
+            self.completed += 1
+            ticket.finish(None)
+            self._wake()
+
+        self._clock.at(self._clock.now + self._copy_time(job), complete)
+        return ticket
+
+    def close(self) -> None:
+        """Nothing to let go of."""

@@ -1,0 +1,222 @@
+"""A whole server in virtual time: the product's schedulers, policies and loop, simulated hardware.
+
+Everything that decides is the code that serves; only executors, sockets, clock and client are
+simulated. The run is a pure function of its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dualpace.core.messages import (
+    CPU,
+    FRONTEND,
+    GPU,
+    Abort,
+    EngineName,
+    Failed,
+    Lost,
+    PeerDown,
+    PeerDrained,
+    PeerUp,
+    Submit,
+    Tokens,
+)
+from dualpace.core.plan import Batch, CopyJob
+from dualpace.core.request import RequestState
+from dualpace.loop import EngineLoop
+from dualpace.policy.view import Policy
+from dualpace.scheduler.cpu import CpuScheduler
+from dualpace.scheduler.gpu import GpuScheduler
+from dualpace.sim.clock import VirtualClock
+from dualpace.sim.executor import SimulatedExecutor, SimulatedMemory
+from dualpace.sim.network import Network, SimulatedPort
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """How long things take, in seconds, and how many pages there are."""
+
+    gpu_pages: int
+    host_pages: int
+    gpu_step: Callable[[Batch], float]
+    cpu_step: Callable[[Batch], float]
+    copy: Callable[[CopyJob], float]
+    delay: Callable[[str, str], float]
+    page_tokens: int = 32
+    restart: float = 1.0
+
+
+@dataclass
+class Stream:
+    """What a simulated client has received of one request."""
+
+    state: RequestState
+    sent_at: float
+    epoch: int = 0
+    tokens: dict[int, tuple[int, float, EngineName]] = field(default_factory=dict)
+    count: int | None = None
+    failed: str | None = None
+    aborted: bool = False
+
+    @property
+    def received(self) -> list[int]:
+        """Tokens 0, 1, … up to the first gap."""
+        tokens = []
+        while len(tokens) in self.tokens:
+            tokens.append(self.tokens[len(tokens)][0])
+        return tokens
+
+    @property
+    def complete(self) -> bool:
+        return self.count is not None and len(self.received) == self.count
+
+
+@dataclass
+class Engine:
+    """One simulated engine: its loop, and the port and executor the loop uses."""
+
+    loop: EngineLoop
+    port: SimulatedPort
+    executor: SimulatedExecutor
+    alive: bool = True
+
+    def turn(self) -> None:
+        """Step the loop until it has nothing left to do at this moment."""
+        while self.alive:
+            before = self._progress()
+            self.loop.step()
+            if self._progress() == before and not self.port.inbox:
+                return
+
+    def _progress(self) -> tuple[int, int, int]:
+        steps: int = getattr(self.loop.scheduler, "steps", 0)
+        return steps, len(self.loop.steps), len(self.loop.copies)
+
+
+class World:
+    """Submit, abort and crash at chosen times, then `run`."""
+
+    def __init__(
+        self, hardware: Hardware, policy: Policy, max_rows: int = 256, max_tokens: int = 2048
+    ) -> None:
+        self.hardware = hardware
+        self.policy = policy
+        self.max_rows = max_rows
+        self.clock = VirtualClock()
+        self.network = Network(self.clock, hardware.delay)
+        self.memory = SimulatedMemory(hardware.page_tokens)
+        self.streams: dict[str, Stream] = {}
+        self.port = self.network.port(FRONTEND, self._receive)
+        self.gpu_scheduler = GpuScheduler(
+            policy, hardware.gpu_pages, hardware.page_tokens, max_rows, max_tokens
+        )
+        self.gpu = self._engine(GPU, self.gpu_scheduler, hardware.gpu_step)
+        self._start_cpu()
+
+    # -- what happens, and when ------------------------------------------------------------------
+
+    def submit(self, time: float, state: RequestState) -> None:
+        def event() -> None:
+            self.streams[state.id] = Stream(state, self.clock.now)
+            self.port.send(GPU, Submit(state))
+
+        self.clock.at(time, event)
+
+    def abort(self, time: float, request_id: str) -> None:
+        def event() -> None:
+            stream = self.streams.get(request_id)
+            if stream is not None and not stream.complete:
+                stream.aborted = True
+                self._abort(request_id)
+
+        self.clock.at(time, event)
+
+    def crash_cpu(self, time: float) -> None:
+        """Kill the CPU engine; the supervisor notices, and restarts it once the GPU is ready."""
+
+        def event() -> None:
+            if not self.cpu.alive:
+                return
+            self.cpu.alive = False
+            self.network.port(CPU, lambda: None)
+            self.port.send(GPU, PeerDown(self.network.generation))
+
+        self.clock.at(time, event)
+
+    def run(self, until: float = float("inf")) -> None:
+        self.clock.run(until)
+
+    def check_integrity(self) -> None:
+        """After all requests have ended: nothing is held, nothing is remembered."""
+        for engine in (self.gpu, self.cpu):
+            engine.loop.scheduler.idle()
+        for scheduler in (self.gpu_scheduler, self.cpu_scheduler):
+            scheduler.pool.check_integrity(idle=True)
+            assert not scheduler.rows, scheduler.rows
+            assert not scheduler.tombstones, scheduler.tombstones
+        assert not self.gpu_scheduler.moves_of.ending
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _engine(
+        self,
+        name: EngineName,
+        scheduler: GpuScheduler | CpuScheduler,
+        step_time: Callable[[Batch], float],
+    ) -> Engine:
+        def turn() -> None:
+            engine.turn()
+
+        port = self.network.port(name, turn)
+        executor = SimulatedExecutor(self.clock, self.memory, step_time, self.hardware.copy, turn)
+        loop = EngineLoop(scheduler, executor, port, self.clock)
+        engine = Engine(loop, port, executor)
+        return engine
+
+    def _start_cpu(self) -> None:
+        hardware = self.hardware
+        pages = hardware.host_pages if self.policy.uses_host else 0
+        self.cpu_scheduler = CpuScheduler(self.policy, pages, hardware.page_tokens, self.max_rows)
+        self.cpu = self._engine(CPU, self.cpu_scheduler, hardware.cpu_step)
+        if self.policy.uses_host:
+            self.port.send(GPU, PeerUp(self.network.generation, "", pages))
+
+    def _abort(self, request_id: str) -> None:
+        for engine in (GPU, CPU):
+            self.port.send(engine, Abort(request_id))
+
+    def _receive(self) -> None:
+        for envelope in self.port.drain():
+            body = envelope.body
+            if isinstance(body, Tokens):
+                engine: EngineName = "gpu" if envelope.sender == GPU else "cpu"
+                for event in body.events:
+                    stream = self.streams[event.request_id]
+                    if event.epoch < stream.epoch:
+                        continue
+                    token = (event.token_id, self.clock.now, engine)
+                    known = stream.tokens.setdefault(event.index, token)
+                    assert known[0] == event.token_id, f"token {event.index} came out differently"
+                    if event.finish is not None:
+                        stream.count = event.index + 1
+            elif isinstance(body, Failed):
+                self.streams[body.request_id].failed = body.reason
+            elif isinstance(body, Lost):
+                for request_id, epoch in body.requests:
+                    self._resubmit(self.streams[request_id], epoch)
+            elif isinstance(body, PeerDrained):
+                self.network.generation += 1
+                self.clock.at(self.clock.now + self.hardware.restart, self._start_cpu)
+
+    def _resubmit(self, stream: Stream, epoch: int) -> None:
+        if stream.aborted or stream.complete:
+            return
+        state = stream.state
+        stream.epoch = epoch
+        stream.tokens = {index: stream.tokens[index] for index in range(len(stream.received))}
+        resumed = RequestState(
+            state.id, state.arrival, epoch, state.prompt, stream.received, state.params
+        )
+        self.port.send(GPU, Submit(resumed))
