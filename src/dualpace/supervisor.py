@@ -12,18 +12,18 @@ import contextlib
 import logging
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from dualpace.core.errors import EngineError
 from dualpace.core.messages import (
     CPU,
     FRONTEND,
     GPU,
-    AnyMessage,
     EngineName,
     EngineReady,
     PeerDown,
@@ -39,53 +39,73 @@ BACKOFF = (0.1, 30.0)  # first and longest pause before a CPU engine is restarte
 SHUTDOWN_PATIENCE = 5.0  # seconds for an engine to exit on request before it is killed
 
 
+class Launch(msgspec.Struct, frozen=True):
+    """Who an engine's process is, and where it finds the others.
+
+    lifeline: file descriptor of the pipe that closes when this process goes; error_file: where the
+    engine leaves its reason if it cannot go on.
+    """
+
+    name: EngineName
+    generation: int
+    address: str
+    frontend_address: str
+    gpu_address: str
+    lifeline: int
+    error_file: str
+
+
 class Child:
     """One engine process of one incarnation."""
 
-    def __init__(self, name: EngineName, process: asyncio.subprocess.Process) -> None:
-        self.name = name
+    def __init__(self, launch: Launch, process: asyncio.subprocess.Process) -> None:
+        self.name = launch.name
+        self.launch = launch
         self.process = process
         self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
 
+    def last_words(self) -> str:
+        """Why it ended, in its own words if it left any."""
+        with contextlib.suppress(OSError):
+            return Path(self.launch.error_file).read_text().strip()
+        return f"the {self.name} engine's process ended with code {self.process.returncode}"
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
 
 class Supervisor:
-    """Runs the engines that `command(name, generation, runtime, lifeline)` starts.
+    """Runs the engines; `command` makes the command line of a process from its `Launch`.
 
-    Callbacks: `on_gpu_death(reason)` when all streams are lost, `on_restart(name)` after each
-    restart, `on_exit(name)` when an engine's process has ended.
+    `on_exit(name)` is called when an engine has died, `on_gpu_death(reason)` when that ends every
+    stream. `failed` gets an exception when there is nothing more to try.
     """
 
     def __init__(
-        self,
-        *,
-        command: Callable[[EngineName, int, Path, int], Sequence[str]],
-        pass_fds: Sequence[int],
-        host_pages: int,
-        on_gpu_death: Callable[[str], None],
-        on_exit: Callable[[EngineName], None],
-        on_restart: Callable[[EngineName], None],
+        self, command: Callable[[Launch], Sequence[str]], pass_fds: Sequence[int], host_pages: int
     ) -> None:
         self.runtime = Path(tempfile.mkdtemp(prefix="dualpace-"))
-        self.port = AsyncPort(FRONTEND, socket_address(self.runtime, FRONTEND))
+        self.port = AsyncPort(FRONTEND, self._address(FRONTEND))
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_exit: Callable[[EngineName], None] = lambda name: None
+        self.on_gpu_death: Callable[[str], None] = lambda reason: None
         self._command = command
         self._pass_fds = tuple(pass_fds)
         self._host_pages = host_pages
-        self._on_gpu_death = on_gpu_death
-        self._on_exit = on_exit
-        self._on_restart = on_restart
         self._generation = 0
+        self._gpu_address = ""
         self._children: dict[EngineName, Child] = {}
         self._lifeline = os.pipe()
         self._watchers: set[asyncio.Task[None]] = set()
         self._drained: asyncio.Future[None] | None = None
         self._gpu_deaths: list[float] = []
-        self._cpu_failures = 0
         self._closing = False
 
     async def start(self) -> None:
         """Start the engines and wait until they answer. Raises `EngineError` with the reason."""
         self._generation += 1
+        self._gpu_address = self._address(f"{GPU}-{self._generation}")
         names: list[EngineName] = [GPU, CPU] if self._host_pages else [GPU]
         for name in names:
             await self._spawn(name)
@@ -112,7 +132,7 @@ class Supervisor:
         for watcher in self._watchers:
             watcher.cancel()
         for child in self._children.values():
-            self._send(child.name, Shutdown())
+            self.port.send(child.name, Shutdown())
         for child in list(self._children.values()):
             await self._reap(child)
         self.port.close()
@@ -123,46 +143,49 @@ class Supervisor:
     # -- processes -------------------------------------------------------------------------------
 
     async def _spawn(self, name: EngineName) -> None:
-        argv = self._command(name, self._generation, self.runtime, self._lifeline[0])
+        address = self._gpu_address if name == GPU else self._address(f"{CPU}-{self._generation}")
+        launch = Launch(
+            name=name,
+            generation=self._generation,
+            address=address,
+            frontend_address=self._address(FRONTEND),
+            gpu_address=self._gpu_address,
+            lifeline=self._lifeline[0],
+            error_file=str(self.runtime / f"{name}-{self._generation}.error"),
+        )
         process = await asyncio.create_subprocess_exec(
-            *argv,
+            *self._command(launch),
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=(self._lifeline[0], *self._pass_fds),
             # A Ctrl-C at the terminal reaches this process alone, which then stops the engines.
             start_new_session=True,
         )
-        self._children[name] = Child(name, process)
-        self.port.connect(name, engine_address(self.runtime, name, self._generation))
+        self._children[name] = Child(launch, process)
+        self.port.connect(name, address)
 
     async def _until_ready(self, child: Child) -> None:
         exited = asyncio.ensure_future(child.process.wait())
-        await asyncio.wait({exited, child.ready}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait({exited, child.ready}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            exited.cancel()
         if not child.ready.done():
-            raise EngineError(self._last_words(child))
-        exited.cancel()
+            raise EngineError(child.last_words())
 
-    def _last_words(self, child: Child) -> str:
-        """What the engine wrote about why it could not go on."""
-        note = error_file(self.runtime, child.name)
-        with contextlib.suppress(OSError):
-            return note.read_text().strip()
-        return f"the {child.name} engine exited with code {child.process.returncode}"
+    def _address(self, name: str) -> str:
+        return f"ipc://{self.runtime / name}.sock"
 
     async def _reap(self, child: Child) -> None:
         try:
             await asyncio.wait_for(child.process.wait(), SHUTDOWN_PATIENCE)
         except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                child.process.kill()
+            child.kill()
             await child.process.wait()
 
     def _introduce(self) -> None:
         if CPU in self._children:
-            address = engine_address(self.runtime, CPU, self._generation)
-            self._send(GPU, PeerUp(self._generation, address, self._host_pages))
-
-    def _send(self, to: str, body: AnyMessage) -> None:
-        self.port.send(to, body)
+            address = self._children[CPU].launch.address
+            self.port.send(GPU, PeerUp(self._generation, address, self._host_pages))
 
     # -- recovery --------------------------------------------------------------------------------
 
@@ -176,12 +199,12 @@ class Supervisor:
         if self._closing or self._children.get(child.name) is not child:
             return
         logger.error("the %s engine ended with code %s", child.name, code)
-        self._on_exit(child.name)
+        self.on_exit(child.name)
         try:
             if child.name == CPU:
                 await self._recover_cpu()
             else:
-                await self._recover_gpu(self._last_words(child))
+                await self._recover_gpu(child.last_words())
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -189,63 +212,38 @@ class Supervisor:
     async def _recover_cpu(self) -> None:
         """The dead is reaped already. The GPU engine lets go of its pages before a new one maps
         them; requests are resubmitted meanwhile by whoever keeps the journal."""
-        first, longest = BACKOFF
+        pause, longest = BACKOFF
         while not self._closing:
             self._children.pop(CPU, None)
             self.port.disconnect(CPU)
             self._drained = asyncio.get_running_loop().create_future()
-            self._send(GPU, PeerDown(self._generation))
+            self.port.send(GPU, PeerDown(self._generation))
             await self._drained
-            await asyncio.sleep(min(longest, first * 2**self._cpu_failures))
+            await asyncio.sleep(pause)
+            pause = min(longest, 2 * pause)
             self._generation += 1
             await self._spawn(CPU)
             child = self._children[CPU]
             try:
                 await self._until_ready(child)
             except EngineError as error:
-                self._cpu_failures += 1
                 logger.error("the CPU engine did not restart: %s", error)
                 continue
-            self._cpu_failures = 0
             self._introduce()
-            self._on_restart(CPU)
             self._watch(child)
             return
 
     async def _recover_gpu(self, reason: str) -> None:
         """Every stream is lost. Restart everything, a bounded number of times."""
-        self._on_gpu_death(reason)
+        self.on_gpu_death(reason)
+        for watcher in self._watchers - {asyncio.current_task()}:
+            watcher.cancel()  # it may be in the middle of restarting the CPU engine
         now = time.monotonic()
         self._gpu_deaths = [at for at in self._gpu_deaths if now - at < GPU_RESTART_WINDOW] + [now]
         children, self._children = self._children, {}
         for child in children.values():
-            with contextlib.suppress(ProcessLookupError):
-                child.process.kill()
+            child.kill()
             await child.process.wait()
         if len(self._gpu_deaths) > GPU_RESTARTS:
             raise EngineError(f"the GPU engine died {len(self._gpu_deaths)} times: {reason}")
         await self.start()
-        self._on_restart(GPU)
-
-
-def engine_address(runtime: Path, name: EngineName, generation: int) -> str:
-    """Where the engine of that incarnation listens."""
-    return socket_address(runtime, f"{name}-{generation}")
-
-
-def socket_address(runtime: Path, name: str) -> str:
-    """The ZeroMQ address of a process."""
-    return f"ipc://{runtime / name}.sock"
-
-
-def error_file(runtime: Path, name: str) -> Path:
-    """Where an engine that cannot start leaves its reason."""
-    return runtime / f"{name}.error"
-
-
-def engine_command(config_file: Path, name: EngineName, generation: int, lifeline: int) -> list[str]:
-    """The command line of an engine process."""
-    return [
-        sys.executable, "-m", "dualpace.cli.engine", name,
-        str(config_file), str(generation), str(lifeline),
-    ]  # fmt: skip

@@ -18,6 +18,9 @@ DType = Literal["bfloat16", "float32"]
 PolicyName = Literal["dualpace", "gpu-only"]
 POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")
 ISAS: tuple[str, ...] = ("auto", "portable", "avx2")
+DTYPES = ("auto", "bfloat16", "float32")
+LOAD_FORMATS = ("auto", "dummy")
+DEVICES = ("auto", "cuda", "cpu")
 PAGE_TOKENS = (16, 32, 64)
 
 
@@ -43,65 +46,30 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(
-            self.policy in POLICIES, "policy", f"must be one of {', '.join(POLICIES)}", self.policy
-        )
-        _require(
-            self.dtype in ("auto", "bfloat16", "float32"),
-            "dtype",
-            "must be auto, bfloat16 or float32",
-            self.dtype,
-        )
-        _require(
-            self.load_format in ("auto", "dummy"),
-            "load-format",
-            "must be auto or dummy",
-            self.load_format,
-        )
-        _require(
-            self.device in ("auto", "cuda", "cpu"),
-            "device",
-            "must be auto, cuda or cpu",
-            self.device,
-        )
-        _require(self.cpu_isa in ISAS, "cpu-isa", f"must be one of {', '.join(ISAS)}", self.cpu_isa)
-        _require(
-            self.page_tokens in PAGE_TOKENS,
-            "page-tokens",
-            f"must be one of {PAGE_TOKENS}",
-            self.page_tokens,
-        )
-        _require(
-            self.max_model_len is None or self.max_model_len >= 2,
-            "max-model-len",
-            "must be at least 2",
-            self.max_model_len,
-        )
-        _require(self.max_num_seqs >= 1, "max-num-seqs", "must be at least 1", self.max_num_seqs)
-        _require(
-            self.max_num_batched_tokens >= 1,
-            "max-num-batched-tokens",
-            "must be at least 1",
-            self.max_num_batched_tokens,
-        )
-        _require(
-            0.0 < self.gpu_memory_utilization <= 1.0,
-            "gpu-memory-utilization",
-            "must be in (0, 1]",
-            self.gpu_memory_utilization,
-        )
-        _require(
-            self.gpu_kv_tokens is None or self.gpu_kv_tokens >= 0,
-            "gpu-kv-tokens",
-            "must not be negative",
-            self.gpu_kv_tokens,
-        )
-        _require(
-            self.cpu_cores is None or self.cpu_cores >= 1,
-            "cpu-cores",
-            "must be at least 1",
-            self.cpu_cores,
-        )
+        for flag, value, choices in (
+            ("policy", self.policy, POLICIES),
+            ("dtype", self.dtype, DTYPES),
+            ("load-format", self.load_format, LOAD_FORMATS),
+            ("device", self.device, DEVICES),
+            ("cpu-isa", self.cpu_isa, ISAS),
+            ("page-tokens", self.page_tokens, PAGE_TOKENS),
+        ):
+            if value not in choices:
+                options = ", ".join(map(str, choices))
+                raise ConfigError(f"--{flag} must be one of {options}, got {value!r}")
+        for flag, number, least in (
+            ("max-model-len", self.max_model_len, 2),
+            ("max-num-seqs", self.max_num_seqs, 1),
+            ("max-num-batched-tokens", self.max_num_batched_tokens, 1),
+            ("gpu-kv-tokens", self.gpu_kv_tokens, 0),
+            ("cpu-cores", self.cpu_cores, 1),
+        ):
+            if number is not None and number < least:
+                raise ConfigError(f"--{flag} must be at least {least}, got {number}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
         if self.host_kv_size != "auto":
             parse_size(self.host_kv_size, "host-kv-size")
 
@@ -150,8 +118,3 @@ def format_size(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.4g} {unit}"
     return f"{size} B"
-
-
-def _require(ok: bool, flag: str, rule: str, got: object) -> None:
-    if not ok:
-        raise ConfigError(f"--{flag} {rule}, got {got!r}")

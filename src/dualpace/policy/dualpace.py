@@ -34,9 +34,7 @@ class DualPacePolicy:
         promote: list[str] = []
         admit: list[str] = []
         free = view.pages_free
-        residents = (
-            len(decoding) + sum(row.tier == "gpu" for row in view.prefilling) + view.moving
-        )
+        residents = len(decoding) + sum(row.tier == "gpu" for row in view.prefilling) + view.moving
         waiting = {row.id for row in view.waiting}
         candidates = sorted(
             (row for row in (*view.host, *view.waiting) if self._could_sit(row, view)),

@@ -233,9 +233,7 @@ class CpuScheduler(SchedulerBase):
             state = row.state
             state.output.append(token)
             finish = state.finish_reason
-            self.emit_token(
-                TokenEvent(state.id, state.epoch, len(state.output) - 1, token, finish)
-            )
+            self.emit_token(TokenEvent(state.id, state.epoch, len(state.output) - 1, token, finish))
             if finish is not None:
                 self.end(row)
 

@@ -150,9 +150,8 @@ class GpuScheduler(SchedulerBase):
         if not parts:
             return None
         self.steps += 1
-        batch = Batch(
-            self.steps, tuple(row.batch_row(count, list(self._page_list(row))) for row, count in parts)
-        )
+        rows = [row.batch_row(count, list(self._page_list(row))) for row, count in parts]
+        batch = Batch(self.steps, tuple(rows))
         for row, _ in parts:
             row.step = batch.number
             if row.tier == "gpu":

@@ -13,11 +13,11 @@ from dualpace.policy.view import RowView
 class Phase(enum.Enum):
     """Where a request stands, seen from the GPU engine.
 
-        WAITING -> PREFILL -> DECODE                          on the GPU
-        WAITING -> RESERVING -> PREFILL -> REMOTE             straight to the host
-        DECODE -> DEMOTING -> STORING -> REMOTE               demotion
-        REMOTE -> RECALLING -> LOADING -> DECODE              promotion
-        any -> WAITING                                        recompute
+    WAITING -> PREFILL -> DECODE                          on the GPU
+    WAITING -> RESERVING -> PREFILL -> REMOTE             straight to the host
+    DECODE -> DEMOTING -> STORING -> REMOTE               demotion
+    REMOTE -> RECALLING -> LOADING -> DECODE              promotion
+    any -> WAITING                                        recompute
     """
 
     WAITING = "waiting"  # no pages

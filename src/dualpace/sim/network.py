@@ -1,4 +1,4 @@
-"""Ports in memory, with delays: messages between two processes keep their order, as over sockets."""
+"""Ports in memory, with delays: messages between two processes keep their order, as on sockets."""
 
 from __future__ import annotations
 

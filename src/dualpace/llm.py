@@ -1,0 +1,206 @@
+"""`LLM`: the whole server inside a Python program, without HTTP, as vLLM users know it.
+
+The engines run in their own processes; the frontend runs on an event loop in a thread of this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rich.progress import Progress
+
+from dualpace.core.config import EngineOptions
+from dualpace.core.errors import ConfigError, EngineError, RequestError
+from dualpace.core.sampling import SamplingParams
+from dualpace.server.frontend import Frontend
+from dualpace.wiring import Server
+
+Result = TypeVar("Result")
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass
+class CompletionOutput:
+    """One choice. `engines`: tokens made by each engine."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    engines: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+
+
+class LLM:
+    """A model ready to generate.
+
+    `model` and the keyword options are those of `dualpace serve` (`EngineOptions`), with
+    underscores. Raises `ConfigError`, `ModelError`, `HardwareError` or `EngineError` if it cannot
+    start. Close it with `close()` or a `with` block; a forgotten one closes when it is collected.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        try:
+            self.options = EngineOptions(model=model, **options)
+        except TypeError as error:
+            raise ConfigError(str(error)) from None
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="dualpace", daemon=True)
+        thread.start()
+        try:
+            server = self._await(Server.start(self.options))
+        except BaseException:
+            _stop_loop(self._loop, thread)
+            raise
+        self._frontend = server.frontend
+        self._close = weakref.finalize(self, _shut_down, self._loop, thread, server)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt: a text, a list of token ids, or a dict with `prompt` or
+        `prompt_token_ids`. All are batched; results come in the order of the prompts.
+
+        Raises `RequestError` before anything runs if a prompt cannot be served.
+        """
+        encode = self._frontend.tokenizer.encode
+        jobs = []
+        for prompt in _as_list(prompts):
+            text, ids = _split(prompt)
+            jobs.append((text, encode(text) if ids is None else ids))
+        return self._run(jobs, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        several: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        template = self._frontend.tokenizer.apply_chat_template
+        return self._run([(None, template(one)) for one in several], sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self._frontend.tokenizer
+
+    def close(self) -> None:
+        """Stop the engines. Harmless when done before."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(
+        self,
+        jobs: list[tuple[str | None, list[int]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
+        if not self._close.alive:
+            raise EngineError("this LLM is closed")
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(jobs)
+        else:
+            each = list(params)
+        if len(each) != len(jobs):
+            raise RequestError(f"{len(jobs)} prompts but {len(each)} sampling_params")
+        with Progress(disable=not show_progress) as progress:
+            task = progress.add_task("Generating", total=len(jobs))
+
+            async def gather() -> list[RequestOutput]:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(_complete(self._frontend, str(i), text, ids, settings))
+                        for i, ((text, ids), settings) in enumerate(zip(jobs, each, strict=True))
+                    ]
+                    for one in tasks:
+                        one.add_done_callback(lambda _: progress.advance(task))
+                return [one.result() for one in tasks]
+
+            try:
+                return self._await(gather())
+            except BaseExceptionGroup as group:
+                raise group.exceptions[0] from None
+
+    def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _complete(
+    frontend: Frontend,
+    request_id: str,
+    text: str | None,
+    prompt_ids: list[int],
+    params: SamplingParams,
+) -> RequestOutput:
+    outputs = [CompletionOutput(index) for index in range(params.n)]
+    async for delta in frontend.generate(prompt_ids, params):
+        output = outputs[delta.index]
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        output.engines.update([delta.engine] * len(delta.token_ids))
+        output.finish_reason = delta.finish_reason
+    return RequestOutput(request_id, text, prompt_ids, outputs)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _split(prompt: Prompt) -> tuple[str, list[int] | None]:
+    """Text and token ids of a prompt in any of its forms."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        if "prompt_token_ids" in prompt:
+            return prompt.get("prompt", ""), list(prompt["prompt_token_ids"])
+        if "prompt" in prompt:
+            return str(prompt["prompt"]), None
+        raise RequestError("a prompt dict needs 'prompt' or 'prompt_token_ids'", param="prompt")
+    return "", list(prompt)
+
+
+def _shut_down(loop: asyncio.AbstractEventLoop, thread: threading.Thread, server: Server) -> None:
+    asyncio.run_coroutine_threadsafe(server.close(), loop).result()
+    _stop_loop(loop, thread)
+
+
+def _stop_loop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    loop.call_soon_threadsafe(loop.stop)
+    with contextlib.suppress(RuntimeError):
+        thread.join()
+    loop.close()

@@ -1,0 +1,321 @@
+"""The one file that knows every room: it resolves options, and puts engines and server together.
+
+`resolve` turns what a user wrote into what the engines get; `Server` is the parent process's half
+(frontend and supervisor); `run_engine` is the whole of an engine's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dualpace.core.config import (
+    Device,
+    DType,
+    EngineConfig,
+    EngineOptions,
+    format_size,
+    parse_size,
+)
+from dualpace.core.errors import ConfigError, HardwareError
+from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
+from dualpace.core.model_spec import ModelSpec
+from dualpace.core.plan import Executor
+from dualpace.cpu.memory import create_arena, host_pages, map_arena
+from dualpace.cpu.threads import choose_cores
+from dualpace.gpu.device import cuda_device_count
+from dualpace.ipc import EnginePort
+from dualpace.kv.pages import pages_for
+from dualpace.loop import EngineLoop, Scheduler
+from dualpace.models.registry import ModelSource, resolve_tokenizer
+from dualpace.models.registry import resolve as resolve_source
+from dualpace.models.spec import load_spec
+from dualpace.policy.registry import make_policy
+from dualpace.scheduler.cpu import CpuScheduler
+from dualpace.scheduler.gpu import GpuScheduler
+from dualpace.server.frontend import Frontend, Limits
+from dualpace.supervisor import Launch, Supervisor
+
+logger = logging.getLogger(__name__)
+
+ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
+STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
+
+
+class EngineJob(msgspec.Struct, frozen=True):
+    """All that an engine's process is told; it travels as the one argument of its command line."""
+
+    launch: Launch
+    config: EngineConfig
+    arena_fd: int | None
+    log_level: int
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
+    """Settle every "auto" and check what can be checked before anything is started.
+
+    Raises `ConfigError`, `ModelError` or `HardwareError`, each naming what to change.
+    """
+    source = resolve_source(options.model)
+    spec = load_spec(source)
+    device = _device(options)
+    dtype: DType = "bfloat16" if options.dtype == "auto" else options.dtype
+    page_bytes = spec.page_bytes(options.page_tokens, ELEMENT_BYTES[dtype])
+    max_model_len = options.max_model_len or spec.max_position_embeddings
+    if max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than the {spec.max_position_embeddings} "
+            f"positions that {options.model} was made for"
+        )
+    uses_host = make_policy(options.policy, options.max_num_seqs).uses_host
+    pages_per_sequence = pages_for(max_model_len, options.page_tokens)
+    weight_bytes = spec.num_parameters * ELEMENT_BYTES[dtype]
+    pages = 0
+    if uses_host:
+        asked = (
+            None
+            if options.host_kv_size == "auto"
+            else parse_size(options.host_kv_size, "host-kv-size")
+        )
+        copies = 2 if device == "cpu" else 1
+        most = pages_per_sequence * options.max_num_seqs
+        pages = host_pages("host-kv-size", asked, page_bytes, copies * weight_bytes, most)
+    cores = choose_cores(options.cpu_cores)
+    gpu_pages: int | None = None
+    if options.gpu_kv_tokens is not None:
+        gpu_pages = options.gpu_kv_tokens // options.page_tokens
+    elif device == "cpu":
+        # The C++ engine decodes faster than the stand-in: give that one no seats unless it must.
+        gpu_pages = 0 if uses_host else pages_per_sequence * STANDIN_SEQUENCES
+    if gpu_pages == 0 and pages == 0:
+        raise ConfigError(
+            "there is no room for KV: --gpu-kv-tokens and --host-kv-size are both less than a page "
+            f"({options.page_tokens} tokens, {format_size(page_bytes)})"
+        )
+    config = EngineConfig(
+        model=options.model,
+        load_format=options.load_format,
+        dtype=dtype,
+        device=device,
+        policy=options.policy,
+        max_model_len=max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        page_tokens=options.page_tokens,
+        page_bytes=page_bytes,
+        gpu_pages=gpu_pages,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        gpu_threads=max(1, len(os.sched_getaffinity(0)) - len(cores)) if uses_host else len(cores),
+        host_pages=pages,
+        cpu_ids=cores,
+        cpu_isa=options.cpu_isa,
+        seed=options.seed,
+    )
+    logger.info(
+        "%s: %s, %s on %s; pages of %d tokens (%s); host KV %s = %d tokens on %d cores",
+        options.model, spec.architecture, dtype, device, options.page_tokens,
+        format_size(page_bytes), format_size(pages * page_bytes), pages * options.page_tokens,
+        len(cores),
+    )  # fmt: skip
+    return config, spec
+
+
+def _device(options: EngineOptions) -> Device:
+    if options.device == "cpu":
+        return "cpu"
+    if cuda_device_count() > 0:
+        return "cuda"
+    if options.device == "cuda":
+        raise HardwareError("--device cuda: no NVIDIA GPU is visible to this process")
+    return "cpu"
+
+
+# -- the parent process --------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    """Frontend and supervised engines in one asyncio program. Made by `start`."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    frontend: Frontend
+    supervisor: Supervisor
+    _inbox: asyncio.Task[None]
+    _arena_fd: int | None
+
+    @classmethod
+    async def start(cls, options: EngineOptions) -> Server:
+        """Start everything; returns when requests are taken.
+
+        Raises `ConfigError`, `ModelError`, `HardwareError`, or `EngineError` with an engine's own
+        reason; then nothing is left running.
+        """
+        config, spec = resolve(options)
+        arena_bytes = config.host_pages * config.page_bytes
+        arena_fd = create_arena(arena_bytes) if arena_bytes else None
+        supervisor = _supervisor(config, arena_fd)
+        starting = asyncio.ensure_future(supervisor.start())
+        inbox: asyncio.Task[None] | None = None
+        try:
+            tokenizer = await asyncio.to_thread(_load_tokenizer, options)
+            limits = Limits(config.max_model_len, spec.vocab_size, spec.eos_ids)
+            engines: tuple[EngineName, ...] = (GPU, CPU) if config.host_pages else (GPU,)
+            frontend = Frontend(tokenizer, limits, supervisor.port.send, engines=engines)
+            supervisor.on_exit = frontend.engine_down
+            supervisor.on_gpu_death = frontend.fail_all
+            inbox = asyncio.ensure_future(_dispatch(supervisor, frontend))
+            await starting
+        except BaseException:
+            await _stop(starting, inbox, supervisor, arena_fd)
+            raise
+        return cls(config, spec, frontend, supervisor, inbox, arena_fd)
+
+    async def close(self) -> None:
+        """End every stream, stop the engines, give memory back."""
+        self.frontend.fail_all("the server is shutting down")
+        await _stop(None, self._inbox, self.supervisor, self._arena_fd)
+
+
+async def _stop(
+    starting: asyncio.Task[None] | None,
+    inbox: asyncio.Task[None] | None,
+    supervisor: Supervisor,
+    arena_fd: int | None,
+) -> None:
+    for task in (starting, inbox):
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+    await supervisor.close()
+    if arena_fd is not None:
+        os.close(arena_fd)
+
+
+def _load_tokenizer(options: EngineOptions) -> Any:
+    from dualpace.models.tokenizer import load_tokenizer  # slow to import
+
+    if options.tokenizer is not None:
+        return load_tokenizer(resolve_tokenizer(options.tokenizer))
+    return load_tokenizer(resolve_source(options.model))
+
+
+def _supervisor(config: EngineConfig, arena_fd: int | None) -> Supervisor:
+    def command(launch: Launch) -> list[str]:
+        job = EngineJob(launch, config, arena_fd, logging.getLogger().getEffectiveLevel())
+        return [sys.executable, "-m", "dualpace.cli.engine", msgspec.json.encode(job).decode()]
+
+    pass_fds = () if arena_fd is None else (arena_fd,)
+    return Supervisor(command, pass_fds, config.host_pages)
+
+
+async def _dispatch(supervisor: Supervisor, frontend: Frontend) -> None:
+    """Messages to this process: some are the supervisor's, the rest the frontend's."""
+    async for envelope in supervisor.port.envelopes():
+        match envelope.body:
+            case PeerDrained(generation):
+                supervisor.peer_drained(generation)
+            case EngineReady() as ready:
+                supervisor.engine_ready(envelope.sender, ready)
+                frontend.on_envelope(envelope)
+            case _:
+                frontend.on_envelope(envelope)
+
+
+# -- an engine's process -------------------------------------------------------------------------
+
+
+def run_engine(job_text: str) -> None:
+    """Be an engine until told to stop. Raises what kept it from starting or going on."""
+    job = msgspec.json.decode(job_text, type=EngineJob)
+    launch, config = job.launch, job.config
+    logging.getLogger().setLevel(job.log_level)
+    _die_with_parent(launch.lifeline)
+    try:
+        port = EnginePort(launch.name, launch.address)
+        port.generation = launch.generation
+        port.connect(FRONTEND, launch.frontend_address)
+        arena = None
+        if job.arena_fd is not None:
+            arena = map_arena(job.arena_fd, config.host_pages * config.page_bytes)
+        build = _build_gpu if launch.name == GPU else _build_cpu
+        scheduler, executor, ready = build(config, arena, port.wake)
+        if launch.name == CPU:
+            port.connect(GPU, launch.gpu_address)
+        port.send(FRONTEND, ready)
+        EngineLoop(scheduler, executor, port, time.monotonic).run()
+    except Exception as error:
+        Path(launch.error_file).write_text(f"{type(error).__name__}: {error}")
+        raise
+    executor.close()
+    port.close()
+
+
+def _build_gpu(
+    config: EngineConfig, arena: Any, wake: Callable[[], None]
+) -> tuple[Scheduler, Executor, EngineReady]:
+    from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
+
+    spec, weights = _checkpoint(config)
+    executor = TorchExecutor(config, spec, weights, arena=arena, wake=wake)
+    policy = make_policy(config.policy, config.max_num_seqs)
+    scheduler = GpuScheduler(
+        policy,
+        executor.gpu_pages,
+        config.page_tokens,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+    )
+    tokens = executor.gpu_pages * config.page_tokens
+    ready = EngineReady(os.getpid(), tokens, config.page_tokens, {"device": config.device})
+    return scheduler, executor, ready
+
+
+def _build_cpu(
+    config: EngineConfig, arena: Any, wake: Callable[[], None]
+) -> tuple[Scheduler, Executor, EngineReady]:
+    from dualpace.cpu.executor import CpuExecutor
+    from dualpace.cpu.model import CpuModel
+
+    spec, weights = _checkpoint(config)
+    model = CpuModel(spec, weights, dtype=config.dtype, cores=config.cpu_ids, isa=config.cpu_isa)
+    executor = CpuExecutor(model, arena, config.page_tokens, wake)
+    policy = make_policy(config.policy, config.max_num_seqs)
+    scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
+    tokens = config.host_pages * config.page_tokens
+    ready = EngineReady(os.getpid(), tokens, config.page_tokens, {"isa": model.isa})
+    return scheduler, executor, ready
+
+
+def _checkpoint(config: EngineConfig) -> tuple[ModelSpec, Any]:
+    from dualpace.models.weights import iter_weights
+
+    source: ModelSource = resolve_source(config.model)
+    spec = load_spec(source)
+    weights = iter_weights(
+        source, spec, config.dtype, load_format=config.load_format, seed=config.seed
+    )
+    return spec, weights
+
+
+def _die_with_parent(lifeline: int) -> None:
+    """Exit at once when the parent's end of the lifeline closes, whatever this process does."""
+
+    def watch() -> None:
+        os.read(lifeline, 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
