@@ -84,7 +84,7 @@ class LLM:
         Raises `RequestError` before anything runs if a prompt cannot be served.
         """
         encode = self._frontend.tokenizer.encode
-        jobs = []
+        jobs: list[tuple[str | None, list[int]]] = []
         for prompt in _as_list(prompts):
             text, ids = _split(prompt)
             jobs.append((text, encode(text) if ids is None else ids))

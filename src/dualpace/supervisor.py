@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -102,6 +103,11 @@ class Supervisor:
         self._gpu_deaths: list[float] = []
         self._closing = False
 
+    @property
+    def pids(self) -> dict[EngineName, int]:
+        """Process ids of the engines that run now."""
+        return {name: child.process.pid for name, child in self._children.items()}
+
     async def start(self) -> None:
         """Start the engines and wait until they answer. Raises `EngineError` with the reason."""
         self._generation += 1
@@ -165,8 +171,9 @@ class Supervisor:
 
     async def _until_ready(self, child: Child) -> None:
         exited = asyncio.ensure_future(child.process.wait())
+        either: set[asyncio.Future[Any]] = {exited, child.ready}
         try:
-            await asyncio.wait({exited, child.ready}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             exited.cancel()
         if not child.ready.done():

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -298,6 +298,24 @@ def _build_cpu(
     tokens = config.host_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens, {"isa": model.isa})
     return scheduler, executor, ready
+
+
+def profile_executors(config: EngineConfig) -> Generator[tuple[str, Executor, int], None]:
+    """Each engine's executor in turn, in this process, with the number of pages in its pool.
+
+    One is closed before the next is built. Close the generator to end early.
+    """
+    arena_bytes = config.host_pages * config.page_bytes
+    arena_fd = create_arena(arena_bytes)
+    arena = map_arena(arena_fd, arena_bytes) if arena_bytes else None
+    os.close(arena_fd)
+    for name, build in ((GPU, _build_gpu), (CPU, _build_cpu)):
+        if name == GPU or arena is not None:
+            _, executor, ready = build(config, arena, lambda: None)
+            try:
+                yield name, executor, ready.kv_tokens // config.page_tokens
+            finally:
+                executor.close()
 
 
 def _checkpoint(config: EngineConfig) -> tuple[ModelSpec, Any]:

@@ -19,6 +19,7 @@ from dualpace.cli.serve import (
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import RequestError
 from dualpace.core.sampling import SamplingParams
+from dualpace.wiring import Server
 
 
 def chat(
@@ -50,8 +51,6 @@ def chat(
 
 
 async def _chat(options: EngineOptions, params: SamplingParams, system: str | None) -> None:
-    from dualpace.wiring import Server
-
     server = await Server.start(options)
     messages = [{"role": "system", "content": system}] if system else []
     try:

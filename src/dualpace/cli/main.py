@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-import dualpace
 from dualpace.cli.bench import bench_app
 from dualpace.cli.chat import chat
 from dualpace.cli.demo import demo
 from dualpace.cli.serve import serve
+from dualpace.core.version import __version__
 
 app = typer.Typer(
     name="dualpace",
@@ -26,7 +26,7 @@ app.add_typer(bench_app, name="bench")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"dualpace {dualpace.__version__}")
+        typer.echo(f"dualpace {__version__}")
         raise typer.Exit
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Annotated, Any
 
 import msgspec
 import typer
+import uvicorn
 
 from dualpace.cli.logs import set_up_logging
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import DualPaceError
+from dualpace.server.api import create_app
+from dualpace.wiring import Server
 
 logger = logging.getLogger(__name__)
+GRACE = 5  # seconds for running requests to finish when the server is told to stop
 DEFAULTS = {f.name: f.default for f in msgspec.structs.fields(EngineOptions)}
 
 Model = Annotated[
@@ -88,33 +93,47 @@ def run_or_explain(work: Coroutine[Any, Any, None]) -> None:
     except (DualPaceError, OSError) as error:
         typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         raise typer.Exit(130) from None
 
 
 async def _serve(fields: dict[str, Any], host: str, port: int) -> None:
-    import uvicorn  # after the options are known to be right
-
-    from dualpace.server.api import create_app
-    from dualpace.wiring import Server
-
     options = EngineOptions(**fields)
-    with socket.create_server((host, port), reuse_port=False) as listener:
+    this = asyncio.current_task()
+    assert this is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+    with socket.create_server((host, port)) as listener:
+        # asyncio turns Nagle's algorithm off only on listeners of its own: each token would wait
+        # 40 ms for an acknowledgement.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server = await Server.start(options)
-        try:
-            app = create_app(server.frontend, [options.served_model_name or options.model])
-            config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5)
-            api = uvicorn.Server(config)
-            address, bound = listener.getsockname()[:2]
-            logger.info("serving %s on http://%s:%d", options.model, address, bound)
-            serving = asyncio.ensure_future(api.serve(sockets=[listener]))
-            await asyncio.wait(
-                {serving, server.supervisor.failed}, return_when=asyncio.FIRST_COMPLETED
+        api = _Api(
+            uvicorn.Config(
+                create_app(server.frontend, [options.served_model_name or options.model]),
+                log_config=None,
+                timeout_graceful_shutdown=GRACE,
             )
-            api.should_exit = True
-            with contextlib.suppress(asyncio.CancelledError):
-                await serving
-            if server.supervisor.failed.done():
-                server.supervisor.failed.result()
+        )
+        serving = asyncio.ensure_future(api.serve(sockets=[listener]))
+        address, bound = listener.getsockname()[:2]
+        logger.info("serving %s on http://%s:%d", options.model, address, bound)
+        ends: set[asyncio.Future[Any]] = {serving, server.supervisor.failed}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            logger.info("stopping")
         finally:
+            api.should_exit = True
+            await serving
             await server.close()
+        if server.supervisor.failed.done():
+            server.supervisor.failed.result()
+
+
+class _Api(uvicorn.Server):
+    """uvicorn, but the signals are this command's: engines must be stopped as well."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -18,15 +18,15 @@ speaks of a dead one is dropped by the receiver. Messages between two processes 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from dualpace.core.request import FinishReason, RequestState
 
-FRONTEND = "frontend"
-GPU = "gpu"
-CPU = "cpu"
+FRONTEND: Final = "frontend"
+GPU: Final = "gpu"
+CPU: Final = "cpu"
 EngineName = Literal["gpu", "cpu"]
 
 

@@ -1,4 +1,4 @@
-"""The shape of a model: what kernels, pools and the cost model need to know of it, and no weights."""
+"""The shape of a model: what kernels, pools and the cost model need to know. No weights."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ AUTO_SHARE = 0.5  # of the memory left beside the weights, for "auto"
 
 
 def available_memory(root: Path = CGROUP_ROOT, proc: Path = Path("/proc")) -> int:
-    """Bytes that can still be used: the least that any cgroup above us, or the machine, has left."""
+    """Bytes that can still be used: the least that the machine or a cgroup above us has left."""
     return min([_machine_memory(proc), *_cgroup_memory(root, proc)])
 
 

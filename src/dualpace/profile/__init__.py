@@ -1,0 +1,1 @@
+"""What steps of this model take on this machine: probes, the table they fill, its fingerprint."""

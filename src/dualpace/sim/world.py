@@ -63,7 +63,7 @@ class Stream:
     @property
     def received(self) -> list[int]:
         """Tokens 0, 1, … up to the first gap."""
-        tokens = []
+        tokens: list[int] = []
         while len(tokens) in self.tokens:
             tokens.append(self.tokens[len(tokens)][0])
         return tokens
@@ -96,17 +96,26 @@ class Engine:
 
 
 class World:
-    """Submit, abort and crash at chosen times, then `run`."""
+    """Submit, abort and crash at chosen times, then `run`.
+
+    Without `check_kv` pages have no contents and all tokens are the same: fast, for measurements.
+    """
 
     def __init__(
-        self, hardware: Hardware, policy: Policy, max_rows: int = 256, max_tokens: int = 2048
+        self,
+        hardware: Hardware,
+        policy: Policy,
+        max_rows: int = 256,
+        max_tokens: int = 2048,
+        *,
+        check_kv: bool = True,
     ) -> None:
         self.hardware = hardware
         self.policy = policy
         self.max_rows = max_rows
         self.clock = VirtualClock()
         self.network = Network(self.clock, hardware.delay)
-        self.memory = SimulatedMemory(hardware.page_tokens)
+        self.memory = SimulatedMemory(hardware.page_tokens) if check_kv else None
         self.streams: dict[str, Stream] = {}
         self.port = self.network.port(FRONTEND, self._receive)
         self.gpu_scheduler = GpuScheduler(
@@ -162,7 +171,7 @@ class World:
 
     def _engine(
         self,
-        name: EngineName,
+        name: str,
         scheduler: GpuScheduler | CpuScheduler,
         step_time: Callable[[Batch], float],
     ) -> Engine:

@@ -1,0 +1,172 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "linear.h"
+
+namespace dualpace {
+namespace {
+
+constexpr int64_t kUnitCost = 32;    // what a unit costs beyond its tokens, in tokens
+constexpr int64_t kMinSplit = 128;   // shorter pieces cost more than they balance
+constexpr size_t kLine = 16;         // floats in a cache line
+
+// What AttentionArgs::scratch must hold: queries, sums, scores, running state, and one padded tile
+// of K or V for head sizes that are no multiple of 16.
+size_t attention_scratch_floats(int group, int head_dim) {
+  const size_t width = static_cast<size_t>(round_up(head_dim, 16));
+  const size_t heads = static_cast<size_t>(group);
+  return heads * (2 * width + kTileTokens) + static_cast<size_t>(round_up(2 * group, 16)) +
+         kTileTokens * width;
+}
+
+}  // namespace
+
+size_t CacheShape::head_bytes() const {
+  return static_cast<size_t>(page_tokens) * static_cast<size_t>(head_dim) * element_bytes(dtype);
+}
+
+size_t CacheShape::page_bytes() const {
+  return head_bytes() * static_cast<size_t>(num_layers) * 2 * static_cast<size_t>(num_kv_heads);
+}
+
+size_t CacheShape::offset(int layer, int which, int kv_head) const {
+  return head_bytes() * (static_cast<size_t>(layer * 2 + which) * static_cast<size_t>(num_kv_heads) +
+                         static_cast<size_t>(kv_head));
+}
+
+void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int page_tokens,
+                          int threads) {
+  heads_ = heads;
+  tasks_.clear();
+  merges_.clear();
+  bounds_.assign(1, 0);
+  num_pieces_ = 0;
+
+  const int num_rows = static_cast<int>(rows.positions.size());
+  int64_t left = 0;
+  for (const int64_t position : rows.positions) {
+    left += (position + 1 + kUnitCost) * heads.num_kv_heads;
+  }
+  const int64_t min_split = std::max<int64_t>(kMinSplit, page_tokens);
+  int64_t room = (left + threads - 1) / threads;  // of the thread that is being filled
+  const auto next_thread = [&] {
+    bounds_.push_back(tasks_.size());
+    const int64_t remaining = threads - static_cast<int64_t>(bounds_.size()) + 1;
+    room = remaining > 0 ? (left + remaining - 1) / remaining : 0;
+  };
+
+  for (int row = 0; row < num_rows; ++row) {
+    const int64_t length = rows.positions[static_cast<size_t>(row)] + 1;
+    for (int head = 0; head < heads.num_kv_heads; ++head) {
+      const int first_piece = num_pieces_;
+      bool cut = false;
+      for (int64_t begin = 0; begin < length;) {
+        const bool last_thread = static_cast<int>(bounds_.size()) == threads;
+        int64_t end = length;
+        if (!last_thread && length - begin + kUnitCost > room) {
+          const int64_t fits = std::max<int64_t>(room - kUnitCost, 0) / page_tokens * page_tokens;
+          if (fits >= min_split && length - begin - fits >= min_split) {
+            end = begin + fits;
+          } else if (2 * room < length - begin + kUnitCost) {
+            next_thread();  // better in whole, or cut differently, by the next one
+            continue;
+          }
+        }
+        cut = cut || end < length;
+        tasks_.push_back({row, head, begin, end, cut ? num_pieces_++ : -1});
+        const int64_t cost = end - begin + kUnitCost;
+        left -= begin == 0 ? cost : cost - kUnitCost;
+        room -= cost;
+        begin = end;
+        if (!last_thread && room <= 0) next_thread();
+      }
+      if (cut) merges_.push_back({row, head, first_piece, num_pieces_ - first_piece});
+    }
+  }
+  while (static_cast<int>(bounds_.size()) <= threads) bounds_.push_back(tasks_.size());
+
+  const size_t group = static_cast<size_t>(heads.group);
+  partial_.resize(static_cast<size_t>(num_pieces_) * group *
+                  static_cast<size_t>(heads.head_dim + 2));
+  const size_t need = attention_scratch_floats(heads.group, heads.head_dim);
+  scratch_stride_ = (need + kLine - 1) / kLine * kLine;
+  scratch_.resize(scratch_stride_ * static_cast<size_t>(threads) + kLine);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(scratch_.data());
+  scratch_base_ = reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+void AttentionPlan::attend(const KernelTable& kernels, const CacheShape& shape, const char* arena,
+                           int layer, const CacheRows& rows, const float* query, size_t ldq,
+                           float* out, size_t ldo, int thread) {
+  const size_t unit = static_cast<size_t>(heads_.group) * static_cast<size_t>(heads_.head_dim);
+  AttentionArgs args;
+  args.page_stride = shape.page_bytes();
+  args.page_tokens = shape.page_tokens;
+  args.head_dim = heads_.head_dim;
+  args.group = heads_.group;
+  args.scale = 1.0f / std::sqrt(static_cast<float>(heads_.head_dim));
+  args.scratch = scratch_base_ + scratch_stride_ * static_cast<size_t>(thread);
+  const size_t first = bounds_[static_cast<size_t>(thread)];
+  const size_t last = bounds_[static_cast<size_t>(thread) + 1];
+  for (size_t i = first; i < last; ++i) {
+    const Task& task = tasks_[i];
+    const size_t row = static_cast<size_t>(task.row), head = static_cast<size_t>(task.kv_head);
+    args.query = query + row * ldq + head * unit;
+    args.keys = arena + shape.offset(layer, 0, task.kv_head);
+    args.values = arena + shape.offset(layer, 1, task.kv_head);
+    args.pages = rows.pages[row];
+    args.next_keys = args.next_values = nullptr;
+    if (i + 1 < last) {
+      const Task& next = tasks_[i + 1];
+      const size_t page = static_cast<size_t>(
+          rows.pages[static_cast<size_t>(next.row)][next.begin / shape.page_tokens]);
+      args.next_keys = arena + page * args.page_stride + shape.offset(layer, 0, next.kv_head);
+      args.next_values = arena + page * args.page_stride + shape.offset(layer, 1, next.kv_head);
+    }
+    args.begin = task.begin;
+    args.end = task.end;
+    if (task.piece < 0) {
+      args.out = out + row * ldo + head * unit;
+      args.maxima = args.sums = nullptr;
+    } else {
+      const size_t piece = static_cast<size_t>(task.piece);
+      args.out = partial_.data() + piece * (unit + 2 * static_cast<size_t>(heads_.group));
+      args.maxima = args.out + unit;
+      args.sums = args.maxima + heads_.group;
+    }
+    kernels.attention[shape.dtype](&args);
+  }
+}
+
+void AttentionPlan::merge(float* out, size_t ldo, int thread, int threads) const {
+  const int group = heads_.group, dim = heads_.head_dim;
+  const size_t unit = static_cast<size_t>(group) * static_cast<size_t>(dim);
+  const size_t stride = unit + 2 * static_cast<size_t>(group);
+  const Range mine = share(static_cast<int>(merges_.size()), thread, threads);
+  for (int i = mine.begin; i < mine.end; ++i) {
+    const Merge& merge = merges_[static_cast<size_t>(i)];
+    const float* pieces = partial_.data() + static_cast<size_t>(merge.first_piece) * stride;
+    float* target =
+        out + static_cast<size_t>(merge.row) * ldo + static_cast<size_t>(merge.kv_head) * unit;
+    for (int h = 0; h < group; ++h) {
+      float maximum = -INFINITY;
+      for (int p = 0; p < merge.num_pieces; ++p) {
+        maximum = std::max(maximum, pieces[static_cast<size_t>(p) * stride + unit + h]);
+      }
+      float* y = target + h * dim;
+      std::fill(y, y + dim, 0.0f);
+      float total = 0.0f;
+      for (int p = 0; p < merge.num_pieces; ++p) {
+        const float* piece = pieces + static_cast<size_t>(p) * stride;
+        const float weight = std::exp(piece[unit + h] - maximum);
+        total += weight * piece[unit + group + h];
+        for (int j = 0; j < dim; ++j) y[j] += weight * piece[h * dim + j];
+      }
+      for (int j = 0; j < dim; ++j) y[j] /= total;
+    }
+  }
+}
+
+}  // namespace dualpace

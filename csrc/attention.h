@@ -1,0 +1,78 @@
+// Paged decode attention over a batch: who attends to what, planned once and used in every layer.
+//
+// Knows pages, rows and heads; does not know layers beyond an offset into a page.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels.h"
+
+namespace dualpace {
+
+// Layout of the KV arena: [page][layer][2][kv_head][page_tokens][head_dim].
+struct CacheShape {
+  int num_layers = 0;
+  int num_kv_heads = 0;
+  int page_tokens = 0;
+  int head_dim = 0;
+  DType dtype = kFloat32;
+
+  size_t head_bytes() const;  // K or V of one head in one page
+  size_t page_bytes() const;
+  size_t offset(int layer, int which, int kv_head) const;  // which: 0 is K, 1 is V
+};
+
+// The rows of one iteration. pages[row] lists the row's pages from position 0 on.
+struct CacheRows {
+  std::vector<int64_t> positions;      // each row attends to 0 … position
+  std::vector<const int32_t*> pages;
+};
+
+struct HeadShape {
+  int group = 1;  // query heads per KV head
+  int num_kv_heads = 1;
+  int head_dim = 1;
+};
+
+class AttentionPlan {
+ public:
+  // Shares the batch's work out evenly over `threads`, cutting long contexts at page boundaries,
+  // and reserves scratch memory. Cost of a unit: its tokens and a constant.
+  void build(const CacheRows& rows, const HeadShape& heads, int page_tokens, int threads);
+
+  bool has_splits() const { return !merges_.empty(); }
+
+  // One thread's share of one layer. query and out: rows of [kv_head][group][head_dim], `ldq` and
+  // `ldo` floats apart.
+  void attend(const KernelTable& kernels, const CacheShape& shape, const char* arena, int layer,
+              const CacheRows& rows, const float* query, size_t ldq, float* out, size_t ldo,
+              int thread);
+
+  // Joins the pieces of cut units; after a barrier, and only needed if has_splits().
+  void merge(float* out, size_t ldo, int thread, int threads) const;
+
+ private:
+  struct Task {
+    int row, kv_head;
+    int64_t begin, end;
+    int piece;  // place among the partial results, or -1 for a whole unit
+  };
+  struct Merge {
+    int row, kv_head;
+    int first_piece, num_pieces;
+  };
+
+  HeadShape heads_;
+  std::vector<Task> tasks_;
+  std::vector<size_t> bounds_;  // thread t has tasks bounds_[t] … bounds_[t + 1] - 1
+  std::vector<Merge> merges_;
+  int num_pieces_ = 0;
+  std::vector<float> partial_;  // [piece][group][head_dim + 2]: sums, maximum, denominator
+  std::vector<float> scratch_;
+  size_t scratch_stride_ = 0;
+  float* scratch_base_ = nullptr;
+};
+
+}  // namespace dualpace

@@ -1,0 +1,333 @@
+// The Python face of the engine: checks what comes in, lets go of the GIL, and runs.
+//
+// Arrays are NumPy arrays with the shapes and types written at each function; bfloat16 travels as
+// uint16. Wrong values raise ValueError, a missing instruction set RuntimeError.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
+#include "layer_program.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace dualpace {
+namespace {
+
+template <class T, int Dims>
+using In = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+template <class T, int Dims>
+using Out = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
+using AnyIn = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+
+void require(bool ok, const std::string& rule) {
+  if (!ok) throw std::invalid_argument(rule);
+}
+
+DType parse_dtype(const std::string& name) {
+  require(name == "float32" || name == "bfloat16", "dtype must be float32 or bfloat16");
+  return name == "bfloat16" ? kBFloat16 : kFloat32;
+}
+
+Source source_of(const AnyIn& array) {
+  if (array.dtype() == nb::dtype<uint16_t>()) return {array.data(), kBFloat16};
+  require(array.dtype() == nb::dtype<float>(), "tensors must be float32, or bfloat16 as uint16");
+  return {array.data(), kFloat32};
+}
+
+// A writable buffer of Python's (mmap, memoryview, array), held while the object lives.
+class Buffer {
+ public:
+  explicit Buffer(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_WRITABLE) != 0) throw nb::python_error();
+  }
+  ~Buffer() { PyBuffer_Release(&view_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  char* data() const { return static_cast<char*>(view_.buf); }
+  size_t size() const { return static_cast<size_t>(view_.len); }
+
+ private:
+  Py_buffer view_;
+};
+
+// Lists of lists, flat: entry i is values[offsets[i]:offsets[i+1]].
+struct Ragged {
+  Ragged(const In<int64_t, 1>& offsets, const In<int32_t, 1>& values, size_t rows,
+         const char* name)
+      : offsets_(offsets.data()), values_(values.data()) {
+    bool ok = offsets.shape(0) == rows + 1 && offsets_[0] == 0 &&
+              offsets_[rows] == static_cast<int64_t>(values.shape(0));
+    for (size_t i = 0; ok && i < rows; ++i) ok = offsets_[i] <= offsets_[i + 1];
+    require(ok, std::string(name) + ": offsets do not match the values");
+  }
+  const int32_t* begin(size_t row) const { return values_ + offsets_[row]; }
+  int64_t length(size_t row) const { return offsets_[row + 1] - offsets_[row]; }
+
+ private:
+  const int64_t* offsets_;
+  const int32_t* values_;
+};
+
+std::vector<SamplingRow> sampling_rows(size_t rows, const In<double, 1>& temperature,
+                                       const In<int64_t, 1>& top_k, const In<double, 1>& top_p,
+                                       const In<double, 1>& min_p, const In<uint64_t, 1>& seed,
+                                       const In<int64_t, 1>& banned_offsets,
+                                       const In<int32_t, 1>& banned) {
+  const bool ok = temperature.shape(0) == rows && top_k.shape(0) == rows &&
+                  top_p.shape(0) == rows && min_p.shape(0) == rows && seed.shape(0) == rows;
+  require(ok, "sampling parameters must have one value per row");
+  const Ragged bans(banned_offsets, banned, rows, "banned ids");
+  std::vector<SamplingRow> all(rows);
+  for (size_t i = 0; i < rows; ++i) {
+    require(temperature(i) >= 0.0, "temperature must not be negative");
+    all[i] = {temperature(i), top_k(i),      top_p(i),
+              min_p(i),       seed(i),       0,
+              bans.begin(i),  static_cast<int32_t>(bans.length(i))};
+  }
+  return all;
+}
+
+// Threads and kernels; the kernels can be run alone, which is how they are tested.
+class Engine {
+ public:
+  Engine(std::vector<int> cpu_ids, const std::string& isa)
+      : kernels_(select_kernels(isa)), pool_(std::move(cpu_ids)) {}
+
+  const KernelTable& kernels() const { return *kernels_; }
+  ThreadPool& pool() { return pool_; }
+
+  void linear(const In<float, 2>& x, const AnyIn& weight, const std::optional<In<float, 1>>& bias,
+              const Out<float, 2>& out) {
+    const Source source = source_of(weight);
+    require(weight.ndim() == 2 && weight.shape(1) == x.shape(1), "weight must be [out, in]");
+    const size_t m = x.shape(0), k = x.shape(1), n = weight.shape(0);
+    require(m > 0 && k > 0 && n > 0 && out.shape(0) == m && out.shape(1) == n,
+            "out must be [rows, out]");
+    require(!bias || bias->shape(0) == n, "bias must be [out]");
+    Linear layer;
+    layer.n = static_cast<int>(n);
+    layer.k = static_cast<int>(k);
+    layer.dtype = source.dtype;
+    const size_t columns = static_cast<size_t>(layer.num_panels()) * kPanel;
+    Mapping memory(packed_bytes(layer.n, layer.k, layer.dtype) + columns * sizeof(float) + 64);
+    layer.panels = memory.take(packed_bytes(layer.n, layer.k, layer.dtype));
+    if (bias) {
+      layer.bias = reinterpret_cast<float*>(memory.take(columns * sizeof(float)));
+      std::copy_n(bias->data(), n, layer.bias);
+    }
+    const size_t stride = activation_stride(layer.k);
+    std::vector<float> a(m * stride), c(m * columns);
+    for (size_t i = 0; i < m; ++i) std::copy_n(x.data() + i * k, k, a.data() + i * stride);
+    {
+      const nb::gil_scoped_release release;
+      pool_.run([&](int thread) {
+        const Range mine = share(layer.n, thread, pool_.size());
+        pack_rows(layer, source, mine.begin, mine.end, 0, 1, 0);
+        pool_.barrier();
+        run_linear(*kernels_, layer, a.data(), stride, static_cast<int>(m), c.data(), columns,
+                   false, thread, pool_.size());
+      });
+    }
+    for (size_t i = 0; i < m; ++i) std::copy_n(c.data() + i * columns, n, out.data() + i * n);
+  }
+
+  void rms_norm(const In<float, 2>& x, const In<float, 1>& weight, float eps,
+                const Out<float, 2>& out) {
+    const size_t m = x.shape(0), n = x.shape(1);
+    require(weight.shape(0) == n && out.shape(0) == m && out.shape(1) == n, "shapes differ");
+    for (size_t i = 0; i < m; ++i) {
+      kernels_->rms_norm(x.data() + i * n, weight.data(), eps, static_cast<int>(n),
+                         out.data() + i * n);
+    }
+  }
+
+  void rope(const Out<float, 2>& x, const In<float, 1>& cosine, const In<float, 1>& sine) {
+    const size_t half = cosine.shape(0);
+    require(x.shape(1) == 2 * half && sine.shape(0) == half, "shapes differ");
+    for (size_t i = 0; i < x.shape(0); ++i) {
+      kernels_->rope(x.data() + i * 2 * half, cosine.data(), sine.data(), static_cast<int>(half));
+    }
+  }
+
+  void attention(const In<float, 3>& query, nb::handle arena, const std::string& dtype,
+                 int num_layers, int layer, int num_kv_heads, int page_tokens,
+                 const In<int64_t, 1>& positions, const In<int64_t, 1>& page_offsets,
+                 const In<int32_t, 1>& pages, const Out<float, 3>& out) {
+    const size_t m = query.shape(0);
+    const int heads = static_cast<int>(query.shape(1)), dim = static_cast<int>(query.shape(2));
+    require(num_kv_heads > 0 && heads % num_kv_heads == 0 && page_tokens > 0 && layer >= 0 &&
+                layer < num_layers && positions.shape(0) == m && out.size() == query.size(),
+            "shapes differ");
+    const CacheShape shape{num_layers, num_kv_heads, page_tokens, dim, parse_dtype(dtype)};
+    const Ragged table(page_offsets, pages, m, "pages");
+    const Buffer memory(arena);
+    const int64_t num_pages = static_cast<int64_t>(memory.size() / shape.page_bytes());
+    CacheRows rows;
+    for (size_t i = 0; i < m; ++i) {
+      require(positions(i) >= 0 && positions(i) / page_tokens < table.length(i),
+              "position out of range");
+      for (int64_t p = 0; p < table.length(i); ++p) {
+        require(table.begin(i)[p] >= 0 && table.begin(i)[p] < num_pages, "page id out of range");
+      }
+      rows.positions.push_back(positions(i));
+      rows.pages.push_back(table.begin(i));
+    }
+    const size_t stride = static_cast<size_t>(heads * dim);
+    const nb::gil_scoped_release release;
+    AttentionPlan plan;
+    plan.build(rows, {heads / num_kv_heads, num_kv_heads, dim}, page_tokens, pool_.size());
+    pool_.run([&](int thread) {
+      plan.attend(*kernels_, shape, memory.data(), layer, rows, query.data(), stride, out.data(),
+                  stride, thread);
+      pool_.barrier();
+      plan.merge(out.data(), stride, thread, pool_.size());
+    });
+  }
+
+  void sample(const In<float, 2>& logits, const In<int64_t, 1>& positions,
+              const In<double, 1>& temperature, const In<int64_t, 1>& top_k,
+              const In<double, 1>& top_p, const In<double, 1>& min_p, const In<uint64_t, 1>& seed,
+              const In<int64_t, 1>& banned_offsets, const In<int32_t, 1>& banned,
+              const Out<int32_t, 1>& out) {
+    const size_t m = logits.shape(0), vocab = logits.shape(1);
+    std::vector<SamplingRow> rows =
+        sampling_rows(m, temperature, top_k, top_p, min_p, seed, banned_offsets, banned);
+    require(vocab > 0 && positions.shape(0) == m && out.shape(0) == m, "shapes differ");
+    for (size_t i = 0; i < m; ++i) {
+      rows[i].position = positions(i);
+      for (int32_t b = 0; b < rows[i].num_banned; ++b) {
+        const int32_t id = rows[i].banned[b];
+        require(id >= 0 && static_cast<size_t>(id) < vocab, "banned id out of range");
+      }
+    }
+    std::vector<float> scores(logits.data(), logits.data() + m * vocab);
+    std::vector<Sampler> samplers(static_cast<size_t>(pool_.size()));
+    for (Sampler& sampler : samplers) sampler.reserve(static_cast<int>(vocab));
+    const nb::gil_scoped_release release;
+    pool_.run([&](int thread) {
+      const Range mine = share(static_cast<int>(m), thread, pool_.size());
+      for (int i = mine.begin; i < mine.end; ++i) {
+        const size_t row = static_cast<size_t>(i);
+        out.data()[row] = samplers[static_cast<size_t>(thread)].sample(
+            scores.data() + row * vocab, static_cast<int>(vocab), rows[row]);
+      }
+    });
+  }
+
+ private:
+  const KernelTable* kernels_;
+  ThreadPool pool_;
+};
+
+class NativeModel {
+ public:
+  NativeModel(Engine& engine, const ModelConfig& config)
+      : engine_(engine), model_(config), program_(model_, engine.pool(), engine.kernels()) {}
+
+  void load(const std::string& name, int layer, const AnyIn& array) {
+    const Source source = source_of(array);
+    std::vector<size_t> shape;
+    for (size_t i = 0; i < array.ndim(); ++i) shape.push_back(array.shape(i));
+    const nb::gil_scoped_release release;
+    model_.load(name, layer, source, shape, engine_.pool());
+    complete_ = model_.missing().empty();
+  }
+
+  std::vector<std::string> missing() const { return model_.missing(); }
+
+  void decode(nb::handle arena, int page_tokens, const In<int32_t, 1>& tokens,
+              const In<int64_t, 1>& positions, const In<int64_t, 1>& page_offsets,
+              const In<int32_t, 1>& pages, const In<double, 1>& temperature,
+              const In<int64_t, 1>& top_k, const In<double, 1>& top_p, const In<double, 1>& min_p,
+              const In<uint64_t, 1>& seed, const In<int64_t, 1>& banned_offsets,
+              const In<int32_t, 1>& banned, const Out<int32_t, 1>& out,
+              const std::optional<Out<float, 2>>& logits) {
+    const ModelConfig& c = model_.config();
+    const size_t m = tokens.shape(0);
+    require(complete_, "the model has not got all its tensors");
+    require(page_tokens > 0, "page_tokens must be positive");
+    require(positions.shape(0) == m && out.shape(0) == m, "one position per row");
+    require(!logits || (logits->shape(0) == m &&
+                        logits->shape(1) == static_cast<size_t>(c.vocab_size)),
+            "logits must be [rows, vocab_size]");
+    const Ragged table(page_offsets, pages, m, "pages");
+    const std::vector<SamplingRow> sampling =
+        sampling_rows(m, temperature, top_k, top_p, min_p, seed, banned_offsets, banned);
+    std::vector<DecodeRow> rows(m);
+    for (size_t i = 0; i < m; ++i) {
+      rows[i] = {tokens(i), positions(i), table.begin(i), table.length(i), sampling[i]};
+      rows[i].sampling.position = positions(i) + 1;
+    }
+    const Buffer memory(arena);
+    const CacheShape shape{c.num_layers, c.num_kv_heads, page_tokens, c.head_dim, c.dtype};
+    const int64_t num_pages = static_cast<int64_t>(memory.size() / shape.page_bytes());
+    const nb::gil_scoped_release release;
+    program_.run(rows, memory.data(), num_pages, page_tokens, out.data(),
+                 logits ? logits->data() : nullptr);
+  }
+
+ private:
+  Engine& engine_;
+  Model model_;
+  LayerProgram program_;
+  bool complete_ = false;
+};
+
+}  // namespace
+}  // namespace dualpace
+
+NB_MODULE(_native, m) {
+  using namespace dualpace;
+  m.doc() = "DualPace's CPU decode engine.";
+  m.def("supported_isas", &supported_isas, "Instruction sets this machine can run, best last.");
+
+  nb::class_<Engine>(m, "Engine", "A pinned thread pool and the kernels of one instruction set.")
+      .def(nb::init<std::vector<int>, const std::string&>(), "cpu_ids"_a, "isa"_a = "auto",
+           nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("isa", [](const Engine& e) { return std::string(e.kernels().name); })
+      .def_prop_ro("num_threads", [](Engine& e) { return e.pool().size(); })
+      .def("linear", &Engine::linear, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
+      .def("rms_norm", &Engine::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
+      .def("rope", &Engine::rope, "x"_a, "cosine"_a, "sine"_a)
+      .def("attention", &Engine::attention, "query"_a, "arena"_a, "dtype"_a, "num_layers"_a,
+           "layer"_a, "num_kv_heads"_a, "page_tokens"_a, "positions"_a, "page_offsets"_a, "pages"_a,
+           "out"_a)
+      .def("sample", &Engine::sample, "logits"_a, "positions"_a, "temperature"_a, "top_k"_a,
+           "top_p"_a, "min_p"_a, "seed"_a, "banned_offsets"_a, "banned"_a, "out"_a);
+
+  nb::class_<ModelConfig>(m, "ModelConfig", "Dimensions of a model.")
+      .def("__init__",
+           [](ModelConfig* self, int vocab_size, int hidden_size, int intermediate_size,
+              int num_layers, int num_heads, int num_kv_heads, int head_dim, float rms_norm_eps,
+              std::vector<float> inv_freq, bool tie_embeddings, bool qkv_bias, bool qk_norm,
+              const std::string& dtype) {
+             new (self) ModelConfig{vocab_size, hidden_size, intermediate_size, num_layers,
+                                    num_heads, num_kv_heads, head_dim, rms_norm_eps,
+                                    std::move(inv_freq), tie_embeddings, qkv_bias, qk_norm,
+                                    parse_dtype(dtype)};
+           },
+           nb::kw_only(), "vocab_size"_a, "hidden_size"_a, "intermediate_size"_a, "num_layers"_a,
+           "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "rms_norm_eps"_a, "inv_freq"_a,
+           "tie_embeddings"_a, "qkv_bias"_a, "qk_norm"_a, "dtype"_a);
+
+  nb::class_<NativeModel>(m, "Model", "Packed weights and the layer program over them.")
+      .def(nb::init<Engine&, const ModelConfig&>(), "engine"_a, "config"_a,
+           nb::keep_alive<1, 2>())
+      .def("load", &NativeModel::load, "name"_a, "layer"_a, "array"_a)
+      .def("missing", &NativeModel::missing)
+      .def("decode", &NativeModel::decode, "arena"_a, "page_tokens"_a, "tokens"_a, "positions"_a,
+           "page_offsets"_a, "pages"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a,
+           "banned_offsets"_a, "banned"_a, "out"_a, "logits"_a.none());
+}

@@ -1,0 +1,78 @@
+// The table of kernels that every instruction set provides, and the layouts they agree on.
+//
+// Knows raw pointers and sizes only. Each table lives in a translation unit of its own, compiled
+// with its own flags. This header must therefore never hold code: an inline function compiled with
+// AVX2 flags in one unit could be the copy that the linker keeps for all of them (SIGILL).
+//
+// Packed weights. A linear layer W[n][k] is stored as panels of 16 output columns:
+//   bfloat16  [ceil(n/16)][kPad/2][16][2]   pairs along k in one 32-bit word
+//   float32   [ceil(n/16)][kPad][16]
+// with kPad = k rounded up to 32 and every padded element zero. 16 pairs x 16 columns are one
+// contiguous KiB, which is also what a tile or a dot-product unit wants to read.
+//
+// KV pages. [page][layer][2 (K,V)][kv_head][page_tokens][head_dim], row-major.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace dualpace {
+
+enum DType { kFloat32 = 0, kBFloat16 = 1 };
+enum { kNumDTypes = 2 };
+
+enum {
+  kPanel = 16,      // output columns of a packed panel
+  kAlignK = 32,     // k of packed weights is padded to a multiple of this
+  kTileTokens = 64  // most tokens whose scores are held at once
+};
+
+// One run of tokens of one (row, KV head): attends with `group` query heads to [begin, end).
+struct AttentionArgs {
+  const float* query;  // [group][head_dim], rotated, unscaled
+  const char* keys;    // arena + offset of this layer's and head's K inside a page
+  const char* values;  // the same for V
+  size_t page_stride;  // bytes from one page to the next
+  const char* next_keys;    // what the thread reads after this run, to prefetch; or null
+  const char* next_values;
+  const int32_t* pages;
+  int64_t begin, end;  // end > begin
+  int32_t page_tokens;
+  int32_t head_dim;
+  int32_t group;
+  float scale;
+  float* out;      // [group][head_dim]
+  float* maxima;   // [group], or null: then `out` is normalised, else it is the plain weighted sum
+  float* sums;     // [group], with `maxima`
+  float* scratch;  // 64-byte aligned, attention_scratch_floats() long
+};
+
+struct KernelTable {
+  const char* name;
+
+  // c[m][16] = a[m][k] · panel (+ bias[16]) (+ c, if accumulate). `a` and its row stride allow
+  // reading one zero beyond an odd k.
+  void (*linear[kNumDTypes])(const float* a, size_t lda, int m, int k, const void* panel,
+                             const float* bias, float* c, size_t ldc, int accumulate);
+
+  // out[m][16] = silu(gate[m][16]) * up[m][16]; gate and up are dense [m][16].
+  void (*swiglu)(const float* gate, const float* up, int m, float* out, size_t ldo);
+
+  // y[n] = x[n] / sqrt(mean(x^2) + eps) * weight[n]; y may be x.
+  void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y);
+
+  // Rotates x[2*half] in place, pairing i with i + half.
+  void (*rope)(float* x, const float* cosine, const float* sine, int half);
+
+  // dst[n] (of the KV type) = x[n], rounded to nearest even.
+  void (*store[kNumDTypes])(const float* x, int n, void* dst);
+
+  void (*attention[kNumDTypes])(const AttentionArgs* args);
+};
+
+const KernelTable* portable_kernels();
+#ifdef DUALPACE_HAVE_AVX2
+const KernelTable* avx2_kernels();
+#endif
+
+}  // namespace dualpace

@@ -1,0 +1,167 @@
+#include "layer_program.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+namespace dualpace {
+
+void LayerProgram::Rows::resize(int count, size_t row_stride) {
+  stride = row_stride;
+  values.assign(static_cast<size_t>(count) * row_stride, 0.0f);
+}
+
+void LayerProgram::check(const std::vector<DecodeRow>& rows, int64_t num_pages,
+                         int page_tokens) const {
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const DecodeRow& row = rows[i];
+    const auto refuse = [i](const std::string& what, int64_t value) {
+      throw std::invalid_argument("row " + std::to_string(i) + ": " + what + " " +
+                                  std::to_string(value) + " is out of range");
+    };
+    const int vocab = model_.config().vocab_size;
+    if (row.token < 0 || row.token >= vocab) refuse("token id", row.token);
+    if (row.position < 0 || row.position / page_tokens >= row.num_pages) {
+      refuse("position", row.position);
+    }
+    for (int64_t p = 0; p <= row.position / page_tokens; ++p) {
+      if (row.pages[p] < 0 || row.pages[p] >= num_pages) refuse("page id", row.pages[p]);
+    }
+    for (int32_t b = 0; b < row.sampling.num_banned; ++b) {
+      const int32_t id = row.sampling.banned[b];
+      if (id < 0 || id >= vocab) refuse("banned id", id);
+    }
+  }
+}
+
+void LayerProgram::reserve(int num_rows) {
+  if (num_rows <= capacity_) return;
+  const ModelConfig& c = model_.config();
+  const auto padded = [](int n) { return static_cast<size_t>(round_up(n, kPanel)); };
+  residual_.resize(num_rows, activation_stride(c.hidden_size));
+  normed_.resize(num_rows, activation_stride(c.hidden_size));
+  qkv_.resize(num_rows, padded(c.q_size() + 2 * c.kv_size()));
+  attended_.resize(num_rows, activation_stride(c.q_size()));
+  hidden_.resize(num_rows, activation_stride(c.intermediate_size));
+  logits_.resize(num_rows, padded(c.vocab_size));
+  cosine_.resize(num_rows, padded(c.head_dim / 2));
+  sine_.resize(num_rows, padded(c.head_dim / 2));
+  tiles_.resize(static_cast<size_t>(pool_.size()));
+  for (auto& tile : tiles_) tile.resize(static_cast<size_t>(num_rows) * 2 * kPanel);
+  samplers_.resize(static_cast<size_t>(pool_.size()));
+  for (Sampler& sampler : samplers_) sampler.reserve(c.vocab_size);
+  capacity_ = num_rows;
+}
+
+void LayerProgram::run(const std::vector<DecodeRow>& rows, char* arena, int64_t num_pages,
+                       int page_tokens, int32_t* next_tokens, float* logits) {
+  if (rows.empty()) return;
+  const std::lock_guard<std::mutex> lock(turn_);
+  check(rows, num_pages, page_tokens);
+  reserve(static_cast<int>(rows.size()));
+  const ModelConfig& c = model_.config();
+  cache_ = {c.num_layers, c.num_kv_heads, page_tokens, c.head_dim, c.dtype};
+  cache_rows_.positions.clear();
+  cache_rows_.pages.clear();
+  for (const DecodeRow& row : rows) {
+    cache_rows_.positions.push_back(row.position);
+    cache_rows_.pages.push_back(row.pages);
+  }
+  plan_.build(cache_rows_, {c.group(), c.num_kv_heads, c.head_dim}, page_tokens, pool_.size());
+  pool_.run([&](int thread) { iterate(rows, arena, next_tokens, logits, thread); });
+}
+
+void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int32_t* next_tokens,
+                           float* logits, int thread) {
+  const ModelConfig& c = model_.config();
+  const int m = static_cast<int>(rows.size());
+  const int threads = pool_.size();
+  const Range mine = share(m, thread, threads);
+  const auto each_row = [&](const auto& body) {
+    for (int row = mine.begin; row < mine.end; ++row) body(row);
+  };
+  const auto norm = [&](const float* weight) {
+    each_row([&](int row) {
+      kernels_.rms_norm(residual_.row(row), weight, c.rms_norm_eps, c.hidden_size,
+                        normed_.row(row));
+    });
+    pool_.barrier();
+  };
+  const auto linear = [&](const Linear& weights, Rows& in, Rows& out, bool accumulate) {
+    run_linear(kernels_, weights, in.row(0), in.stride, m, out.row(0), out.stride, accumulate,
+               thread, threads);
+    pool_.barrier();
+  };
+
+  each_row([&](int row) {
+    const DecodeRow& of = rows[static_cast<size_t>(row)];
+    model_.embed(of.token, residual_.row(row));
+    // The angle is rounded to float before its cosine is taken, as everybody else does.
+    for (int i = 0; i < c.head_dim / 2; ++i) {
+      const float angle = c.inv_freq[static_cast<size_t>(i)] * static_cast<float>(of.position);
+      cosine_.row(row)[i] = static_cast<float>(std::cos(static_cast<double>(angle)));
+      sine_.row(row)[i] = static_cast<float>(std::sin(static_cast<double>(angle)));
+    }
+  });
+
+  for (int index = 0; index < c.num_layers; ++index) {
+    const Layer& layer = model_.layer(index);
+    norm(layer.input_norm);
+    linear(layer.qkv, normed_, qkv_, false);
+    each_row([&](int row) { append_kv(layer, index, arena, row); });
+    pool_.barrier();
+    plan_.attend(kernels_, cache_, arena, index, cache_rows_, qkv_.row(0), qkv_.stride,
+                 attended_.row(0), attended_.stride, thread);
+    pool_.barrier();
+    if (plan_.has_splits()) {
+      plan_.merge(attended_.row(0), attended_.stride, thread, threads);
+      pool_.barrier();
+    }
+    linear(layer.o, attended_, residual_, true);
+    norm(layer.post_norm);
+    run_swiglu(kernels_, layer.gate_up, normed_.row(0), normed_.stride, m, hidden_.row(0),
+               hidden_.stride, tiles_[static_cast<size_t>(thread)].data(), thread, threads);
+    pool_.barrier();
+    linear(layer.down, hidden_, residual_, true);
+  }
+  norm(model_.norm());
+  linear(model_.head(), normed_, logits_, false);
+
+  each_row([&](int row) {
+    float* scores = logits_.row(row);
+    if (logits) {
+      const size_t vocab = static_cast<size_t>(c.vocab_size);
+      std::copy(scores, scores + vocab, logits + static_cast<size_t>(row) * vocab);
+    }
+    next_tokens[row] = samplers_[static_cast<size_t>(thread)].sample(
+        scores, c.vocab_size, rows[static_cast<size_t>(row)].sampling);
+  });
+}
+
+// Normalises and rotates a row's query and key heads, and writes its K and V to their page.
+void LayerProgram::append_kv(const Layer& layer, int index, char* arena, int row) {
+  const ModelConfig& c = model_.config();
+  float* q = qkv_.row(row);
+  float* k = q + c.q_size();
+  float* v = k + c.kv_size();
+  for (int head = 0; head < c.num_heads + c.num_kv_heads; ++head) {
+    float* x = q + head * c.head_dim;  // key heads follow the query heads
+    const float* weight = head < c.num_heads ? layer.q_norm : layer.k_norm;
+    if (weight) kernels_.rms_norm(x, weight, c.rms_norm_eps, c.head_dim, x);
+    kernels_.rope(x, cosine_.row(row), sine_.row(row), c.head_dim / 2);
+  }
+  const int64_t position = cache_rows_.positions[static_cast<size_t>(row)];
+  const int32_t* pages = cache_rows_.pages[static_cast<size_t>(row)];
+  char* page = arena + static_cast<size_t>(pages[position / cache_.page_tokens]) *
+                           cache_.page_bytes();
+  const size_t slot = static_cast<size_t>(position % cache_.page_tokens) *
+                      static_cast<size_t>(c.head_dim) * element_bytes(cache_.dtype);
+  for (int head = 0; head < c.num_kv_heads; ++head) {
+    const auto store = kernels_.store[cache_.dtype];
+    store(k + head * c.head_dim, c.head_dim, page + cache_.offset(index, 0, head) + slot);
+    store(v + head * c.head_dim, c.head_dim, page + cache_.offset(index, 1, head) + slot);
+  }
+}
+
+}  // namespace dualpace

@@ -1,0 +1,67 @@
+// One decode iteration: one new token for each row, through all layers, to the next token.
+//
+// The one place that knows the order of operations of a decoder layer. Does not know instruction
+// sets (kernels.h) or Python.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "attention.h"
+#include "model.h"
+#include "sampler.h"
+#include "thread_pool.h"
+
+namespace dualpace {
+
+struct DecodeRow {
+  int32_t token = 0;
+  int64_t position = 0;  // of the token; its K and V are written there
+  const int32_t* pages = nullptr;
+  int64_t num_pages = 0;
+  SamplingRow sampling;  // sampling.position is position + 1
+};
+
+class LayerProgram {
+ public:
+  LayerProgram(const Model& model, ThreadPool& pool, const KernelTable& kernels)
+      : model_(model), pool_(pool), kernels_(kernels) {}
+
+  // Decodes `rows` over the KV pages in `arena` (num_pages of `page_tokens` tokens each) and writes
+  // each row's next token; if `logits` is not null also the raw logits [rows][vocab_size]. Throws
+  // std::invalid_argument, before anything is touched, for a token, position or page out of range.
+  // Concurrent callers take turns.
+  void run(const std::vector<DecodeRow>& rows, char* arena, int64_t num_pages, int page_tokens,
+           int32_t* next_tokens, float* logits);
+
+ private:
+  void check(const std::vector<DecodeRow>& rows, int64_t num_pages, int page_tokens) const;
+  void reserve(int num_rows);
+  void iterate(const std::vector<DecodeRow>& rows, char* arena, int32_t* next_tokens,
+               float* logits, int thread);
+  void append_kv(const Layer& layer, int index, char* arena, int row);
+
+  const Model& model_;
+  ThreadPool& pool_;
+  const KernelTable& kernels_;
+  std::mutex turn_;
+
+  CacheShape cache_;
+  CacheRows cache_rows_;
+  AttentionPlan plan_;
+  std::vector<Sampler> samplers_;  // one per thread
+
+  // Activations, one row per token. What lies behind the features of a row stays zero.
+  struct Rows {
+    std::vector<float> values;
+    size_t stride = 0;
+    void resize(int count, size_t row_stride);
+    float* row(int index) { return values.data() + static_cast<size_t>(index) * stride; }
+  };
+  Rows residual_, normed_, qkv_, attended_, hidden_, logits_, cosine_, sine_;
+  std::vector<std::vector<float>> tiles_;  // per thread: gate and up of one panel
+  int capacity_ = 0;
+};
+
+}  // namespace dualpace

@@ -1,0 +1,87 @@
+#include "linear.h"
+
+#include <cstring>
+
+namespace dualpace {
+namespace {
+
+float widen(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float x;
+  std::memcpy(&x, &word, sizeof x);
+  return x;
+}
+
+// Index of element (column of its panel, k) inside a panel.
+size_t panel_index(DType dtype, int column, int k) {
+  return dtype == kBFloat16 ? static_cast<size_t>(k / 2) * 2 * kPanel + column * 2 + k % 2
+                            : static_cast<size_t>(k) * kPanel + column;
+}
+
+}  // namespace
+
+float Source::at(size_t index) const {
+  return dtype == kBFloat16 ? widen(static_cast<const uint16_t*>(data)[index])
+                            : static_cast<const float*>(data)[index];
+}
+
+void pack_rows(const Linear& linear, const Source& source, int first, int last, int column,
+               int interleave, int offset) {
+  const KernelTable& portable = *portable_kernels();
+  const size_t k = static_cast<size_t>(linear.k);
+  for (int row = first; row < last; ++row) {
+    const int place = column + row;
+    const int panel = place / kPanel * interleave + offset;
+    char* base = linear.panels + static_cast<size_t>(panel) * panel_bytes(linear.k, linear.dtype);
+    for (size_t i = 0; i < k; ++i) {
+      const size_t at = panel_index(linear.dtype, place % kPanel, static_cast<int>(i));
+      const size_t from = static_cast<size_t>(row) * k + i;
+      if (linear.dtype == kFloat32) {
+        reinterpret_cast<float*>(base)[at] = source.at(from);
+      } else if (source.dtype == kBFloat16) {
+        reinterpret_cast<uint16_t*>(base)[at] = static_cast<const uint16_t*>(source.data)[from];
+      } else {
+        const float x = source.at(from);
+        portable.store[kBFloat16](&x, 1, reinterpret_cast<uint16_t*>(base) + at);
+      }
+    }
+  }
+}
+
+void unpack_row(const Linear& linear, int row, float* out) {
+  const char* base = linear.panel(row / kPanel);
+  for (int i = 0; i < linear.k; ++i) {
+    const size_t at = panel_index(linear.dtype, row % kPanel, i);
+    out[i] = linear.dtype == kBFloat16 ? widen(reinterpret_cast<const uint16_t*>(base)[at])
+                                       : reinterpret_cast<const float*>(base)[at];
+  }
+}
+
+Range share(int count, int part, int parts) {
+  const int64_t n = count;
+  return {static_cast<int>(n * part / parts), static_cast<int>(n * (part + 1) / parts)};
+}
+
+void run_linear(const KernelTable& kernels, const Linear& linear, const float* a, size_t lda, int m,
+                float* c, size_t ldc, bool accumulate, int part, int parts) {
+  const Range mine = share(linear.num_panels(), part, parts);
+  for (int panel = mine.begin; panel < mine.end; ++panel) {
+    const float* bias = linear.bias ? linear.bias + panel * kPanel : nullptr;
+    kernels.linear[linear.dtype](a, lda, m, linear.k, linear.panel(panel), bias, c + panel * kPanel,
+                                 ldc, accumulate);
+  }
+}
+
+void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const float* a, size_t lda, int m,
+                float* out, size_t ldo, float* tile, int part, int parts) {
+  float* up = tile + static_cast<size_t>(m) * kPanel;
+  const auto linear = kernels.linear[gate_up.dtype];
+  const Range mine = share(gate_up.num_panels() / 2, part, parts);
+  for (int pair = mine.begin; pair < mine.end; ++pair) {
+    linear(a, lda, m, gate_up.k, gate_up.panel(2 * pair), nullptr, tile, kPanel, false);
+    linear(a, lda, m, gate_up.k, gate_up.panel(2 * pair + 1), nullptr, up, kPanel, false);
+    kernels.swiglu(tile, up, m, out + pair * kPanel, ldo);
+  }
+}
+
+}  // namespace dualpace

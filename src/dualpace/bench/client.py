@@ -1,0 +1,298 @@
+"""Replays a load against /v1/completions and records when every token arrived.
+
+One asyncio task per request and no limit on connections: what waits, waits in the server, where
+it is measured. Knows no model and no engine; reads the field `engine` of a chunk if there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from dualpace.bench.load import LoadRequest
+from dualpace.bench.record import Chunk, RequestRecord
+from dualpace.core.errors import DualPaceError
+
+PROGRESS_INTERVAL_S = 0.1
+CONNECT_TIMEOUT_S = 60.0
+# Connections per pool: the pool's bookkeeping is linear in its connections for each request.
+POOL_SIZE = 64
+ERROR_TEXT_LIMIT = 200
+
+
+class ServerError(DualPaceError):
+    """The server cannot be reached, or does not answer like an OpenAI-compatible one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One entry of /v1/models. `max_model_len` is in tokens, None where the server hides it."""
+
+    id: str
+    max_model_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Requests sent, finished and failed (of those finished) so far, and tokens received."""
+
+    sent: int
+    finished: int
+    failed: int
+    tokens: int
+
+
+def api_root(base_url: str) -> str:
+    """`base_url` without a trailing slash or /v1, both of which people write."""
+    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def ask_models(base_url: str) -> list[ServedModel]:
+    """The models a server offers, none if it has no such list.
+
+    Raises `ServerError` when it cannot be asked.
+    """
+    url = f"{api_root(base_url)}/v1/models"
+    try:
+        response = httpx.get(url, timeout=10.0, trust_env=False)
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return []
+        response.raise_for_status()
+        cards = response.json()["data"]
+        return [ServedModel(card["id"], card.get("max_model_len")) for card in cards]
+    except httpx.HTTPStatusError as error:
+        raise ServerError(f"{url} answered HTTP {error.response.status_code}") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerError(
+            f"no server answers at {base_url} ({error or type(error).__name__}). "
+            "Is it running and ready? `dualpace serve MODEL` starts one; --base-url says where."
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ServerError(f"{url} did not answer with a list of models") from None
+
+
+async def replay(
+    base_url: str,
+    model: str,
+    load: Sequence[LoadRequest],
+    prompts: Sequence[list[int]],
+    *,
+    max_concurrency: int | None = None,
+    silence_timeout_s: float = 600.0,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> list[RequestRecord]:
+    """Send every request at its arrival time; one record per request, in the order of `load`.
+
+    prompts: token ids, one list per request. A request that the server leaves without a byte for
+    `silence_timeout_s` counts as failed. A failing request never stops the others.
+    """
+    _allow_open_files(len(load) + 256)
+    # Encoded beforehand: encoding thousands of tokens while replaying would delay the sends.
+    bodies = [_body(model, request, prompt) for request, prompt in zip(load, prompts, strict=True)]
+    url = f"{api_root(base_url)}/v1/completions"
+    tally = _Tally(on_progress)
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    async with contextlib.AsyncExitStack() as stack:
+        tls = httpx.create_ssl_context(trust_env=False)
+        clients = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(
+                    verify=tls,
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                    timeout=httpx.Timeout(silence_timeout_s, connect=CONNECT_TIMEOUT_S),
+                    # A proxy between client and server would be measured too.
+                    trust_env=False,
+                )
+            )
+            for _ in range(-(-len(load) // POOL_SIZE))
+        ]
+        start = time.perf_counter()
+
+        async def one(index: int) -> RequestRecord:
+            await asyncio.sleep(start + load[index].arrival_s - time.perf_counter())
+            async with gate:
+                record = RequestRecord(
+                    request=load[index],
+                    sent_s=time.perf_counter() - start,
+                    end_s=0.0,
+                    prompt_tokens=load[index].prompt_tokens,
+                )
+                tally.sent += 1
+                client = clients[index % len(clients)]
+                try:
+                    await _stream(client, url, bodies[index], record, start, tally)
+                except (httpx.HTTPError, OSError, ValueError) as error:
+                    record.error = str(error) or type(error).__name__
+                record.end_s = time.perf_counter() - start
+            tally.finish(record)
+            return record
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(index)) for index in range(len(load))]
+        return [task.result() for task in tasks]
+
+
+class _Tally:
+    """Counts for the progress callback, which is called at most every PROGRESS_INTERVAL_S."""
+
+    def __init__(self, callback: Callable[[Progress], None] | None) -> None:
+        self.sent = self.finished = self.failed = self.tokens = 0
+        self._callback = callback
+        self._next_s = 0.0
+
+    def add_tokens(self, count: int) -> None:
+        self.tokens += count
+        if time.perf_counter() >= self._next_s:
+            self._report()
+
+    def finish(self, record: RequestRecord) -> None:
+        self.finished += 1
+        self.failed += not record.ok
+        self._report()
+
+    def _report(self) -> None:
+        self._next_s = time.perf_counter() + PROGRESS_INTERVAL_S
+        if self._callback:
+            self._callback(Progress(self.sent, self.finished, self.failed, self.tokens))
+
+
+def _body(model: str, request: LoadRequest, prompt: list[int]) -> bytes:
+    return json.dumps(
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": request.output_tokens,
+            "min_tokens": request.output_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            # vLLM's name: every chunk then tells the tokens so far, in servers that know it.
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+    ).encode()
+
+
+async def _stream(
+    client: httpx.AsyncClient,
+    url: str,
+    body: bytes,
+    record: RequestRecord,
+    start: float,
+    tally: _Tally,
+) -> None:
+    """Send one request and fill its record. Raises httpx.HTTPError, OSError or ValueError."""
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    reader = _StreamReader(record)
+    async with client.stream("POST", url, content=body, headers=headers) as response:
+        if response.status_code != httpx.codes.OK:
+            await response.aread()
+            raise ValueError(f"HTTP {response.status_code}: {_error_text(response.text)}")
+        async for arrived, data in _events(response):
+            tally.add_tokens(reader.feed(data, arrived - start))
+    reader.close()
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, bytes]]:
+    """Arrival (clock seconds) and data of every server-sent event.
+
+    Split by hand: httpx's line iterator also breaks at U+2028, U+0085 and their like, which a
+    model may generate and JSON may carry raw.
+    """
+    pending = b""
+    async for block in response.aiter_bytes():
+        arrived = time.perf_counter()
+        *lines, pending = (pending + block).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield arrived, line[5:].strip()
+
+
+class _StreamReader:
+    """Turns the events of one stream into the chunks of its record."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+        self._complete = False
+        self._seen = 0  # tokens recorded
+        self._total: int | None = None  # tokens by the server's account
+
+    def feed(self, data: bytes, now: float) -> int:
+        """Take one event that arrived at `now`; returns the tokens recorded for it."""
+        if data == b"[DONE]":
+            self._complete = True
+            return 0
+        try:
+            return self._take(json.loads(data), now)
+        except (AttributeError, LookupError, TypeError):
+            raise ValueError(f"malformed chunk: {data[:ERROR_TEXT_LIMIT]!r}") from None
+
+    def _take(self, event: dict[str, Any], now: float) -> int:
+        if event.get("error"):
+            raise ValueError(f"error in the stream: {_error_text(json.dumps(event))}")
+        choice: dict[str, Any] = (event.get("choices") or [{}])[0]
+        if choice.get("finish_reason"):
+            self._record.finish_reason = choice["finish_reason"]
+            self._complete = True
+        tokens = self._count(event.get("usage"), bool(choice.get("text")))
+        if tokens:
+            self._record.chunks.append(Chunk(now, tokens, event.get("engine")))
+            self._seen += tokens
+        return tokens
+
+    def _count(self, usage: dict[str, Any] | None, has_text: bool) -> int:
+        """Tokens of a chunk: from the running usage where given, else 1 for a chunk with text."""
+        if usage and usage.get("completion_tokens") is not None:
+            self._total = int(usage["completion_tokens"])
+            self._record.prompt_tokens = int(
+                usage.get("prompt_tokens") or self._record.prompt_tokens
+            )
+            if not self._record.estimated:
+                return max(0, self._total - self._seen)
+        elif has_text:
+            self._record.estimated = True
+        return int(has_text and self._record.estimated)
+
+    def close(self) -> None:
+        """The response has ended: check that it is whole and settle guessed counts."""
+        if not self._complete:
+            raise ValueError("the stream ended before the answer did")
+        if self._total is not None and self._record.estimated:
+            self._record.estimated = self._total != self._seen
+            self._record.chunks = _spread(self._record.chunks, self._total)
+        if not self._record.chunks:
+            raise ValueError("the stream carried no tokens")
+
+
+def _spread(chunks: list[Chunk], total: int) -> list[Chunk]:
+    """Deal `total` tokens out to the chunks as evenly as whole tokens allow, earlier ones first.
+
+    A server that holds back half a character sends fewer chunks than tokens.
+    """
+    share, rest = divmod(total, len(chunks))
+    dealt = [chunk._replace(tokens=share + (index < rest)) for index, chunk in enumerate(chunks)]
+    return [chunk for chunk in dealt if chunk.tokens]
+
+
+def _error_text(body: str) -> str:
+    """The message of an OpenAI-style error body, else the body's beginning."""
+    text = body
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = json.loads(body)["error"]
+        text = error["message"] if isinstance(error, dict) else str(error)
+    return text.strip()[:ERROR_TEXT_LIMIT] or "(no message)"
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's soft limit of open files: it would cap the connections silently."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

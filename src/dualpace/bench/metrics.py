@@ -1,0 +1,146 @@
+"""From records to numbers: throughput, TTFT, ITL, TPOT, normalized latency, tokens by engine.
+
+Pure functions, no NaN: what is undefined is None. Throughput and latencies are those of requests
+that were answered to the end; failed ones are counted apart, their tokens too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualpace.bench.record import RequestRecord
+
+UNREPORTED = "unreported"  # key of tokens whose chunk names no engine
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Seconds (percentiles by linear interpolation, as numpy's default); all None if empty."""
+
+    count: int
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Everything one replay tells. Rates are per second over `duration_s`, times are seconds."""
+
+    requests: int
+    succeeded: int
+    failed: int
+    failures: dict[str, int]  # error message -> requests
+    failed_tokens: int  # received by requests that then failed
+    wrong_length: int  # succeeded, but with another number of tokens than asked for
+    estimated: int  # succeeded, but the tokens of single chunks are a guess
+    duration_s: float | None  # first send to last end, failed requests included
+    prompt_tokens: int
+    output_tokens: int
+    requests_per_s: float | None
+    output_tokens_per_s: float | None
+    total_tokens_per_s: float | None
+    tokens_by_engine: dict[str, int]
+    ttft_s: Distribution
+    itl_s: Distribution
+    chunk_gap_s: Distribution
+    tpot_s: Distribution
+    normalized_latency_s: Distribution
+    latency_s: Distribution
+    send_lag_s: Distribution  # real send minus intended send, all requests
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and numbers, ready for JSON."""
+        return asdict(self)
+
+
+def summarize(records: Sequence[RequestRecord]) -> Summary:
+    """The summary of one replay."""
+    good = [record for record in records if record.ok]
+    failed = [record for record in records if not record.ok]
+    prompt_tokens = sum(record.prompt_tokens for record in good)
+    output_tokens = sum(record.output_tokens for record in good)
+    duration = _duration(records)
+    gaps, gap_tokens = _gaps(good)
+    return Summary(
+        requests=len(records),
+        succeeded=len(good),
+        failed=len(failed),
+        failures=dict(Counter(str(record.error) for record in failed).most_common()),
+        failed_tokens=sum(record.output_tokens for record in failed),
+        wrong_length=sum(record.output_tokens != record.request.output_tokens for record in good),
+        estimated=sum(record.estimated for record in good),
+        duration_s=duration,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        requests_per_s=_rate(len(good), duration),
+        output_tokens_per_s=_rate(output_tokens, duration),
+        total_tokens_per_s=_rate(prompt_tokens + output_tokens, duration),
+        tokens_by_engine=tokens_by_engine(good),
+        ttft_s=distribution(record.ttft_s for record in good),
+        itl_s=distribution(np.repeat(gaps / gap_tokens, gap_tokens)),
+        chunk_gap_s=distribution(gaps),
+        tpot_s=distribution(record.tpot_s for record in good),
+        normalized_latency_s=distribution(_normalized_latency(record) for record in good),
+        latency_s=distribution(record.latency_s for record in good),
+        send_lag_s=distribution(record.sent_s - record.request.arrival_s for record in records),
+    )
+
+
+def distribution(values: Iterable[float | None] | npt.NDArray[np.float64]) -> Distribution:
+    """Mean and percentiles of `values`, those that are None left out."""
+    numbers = np.array([value for value in values if value is not None], dtype=np.float64)
+    if not numbers.size:
+        return Distribution(count=0)
+    p50, p90, p99 = np.percentile(numbers, (50, 90, 99)).tolist()
+    return Distribution(numbers.size, float(numbers.mean()), p50, p90, p99, float(numbers.max()))
+
+
+def tokens_by_engine(records: Iterable[RequestRecord]) -> dict[str, int]:
+    """Output tokens by the engine named in their chunk; `UNREPORTED` where none is named."""
+    tokens: Counter[str] = Counter()
+    for record in records:
+        for chunk in record.chunks:
+            tokens[chunk.engine or UNREPORTED] += chunk.tokens
+    return dict(sorted(tokens.items()))
+
+
+def _gaps(
+    records: Iterable[RequestRecord],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Seconds between a chunk and the one before it, and the tokens of the later chunk.
+
+    A gap that ends in k tokens is k inter-token latencies of a k-th of it: a server that bundles
+    tokens gains nothing in ITL, and the gap that its user sees is reported beside it.
+    """
+    gaps: list[float] = []
+    tokens: list[int] = []
+    for record in records:
+        for before, chunk in zip(record.chunks, record.chunks[1:], strict=False):
+            gaps.append(chunk.time_s - before.time_s)
+            tokens.append(chunk.tokens)
+    return np.array(gaps, dtype=np.float64), np.array(tokens, dtype=np.int64)
+
+
+def _normalized_latency(record: RequestRecord) -> float | None:
+    """End-to-end latency divided by output tokens (Orca's and vLLM's measure)."""
+    latency = record.latency_s
+    return None if latency is None else latency / record.output_tokens
+
+
+def _duration(records: Sequence[RequestRecord]) -> float | None:
+    if not records:
+        return None
+    return max(record.end_s for record in records) - min(record.sent_s for record in records)
+
+
+def _rate(count: int, duration_s: float | None) -> float | None:
+    return count / duration_s if duration_s else None

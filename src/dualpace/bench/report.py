@@ -1,0 +1,127 @@
+"""A replay's summary for people (a rich table) and for programs (one JSON-able dict, a CSV).
+
+Computes nothing: the numbers are `metrics`'.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from dualpace.bench.metrics import UNREPORTED, Distribution, Summary, tokens_by_engine
+from dualpace.bench.record import RequestRecord
+
+CSV_COLUMNS = (
+    "index", "arrival_s", "sent_s", "end_s", "prompt_tokens", "requested_tokens",
+    "output_tokens", "gpu_tokens", "cpu_tokens", "ttft_s", "tpot_s", "latency_s",
+    "finish_reason", "error",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a number is worth nothing without: what was measured, on what, when, under which load.
+
+    `date` is ISO 8601; `hardware` and `load` are free text.
+    """
+
+    model: str
+    base_url: str
+    hardware: str
+    date: str
+    load: str
+
+
+def report_dict(circumstances: Circumstances, summary: Summary) -> dict[str, Any]:
+    """Circumstances and summary in one dict of plain JSON values."""
+    return {
+        "model": circumstances.model,
+        "base_url": circumstances.base_url,
+        "hardware": circumstances.hardware,
+        "date": circumstances.date,
+        "load": circumstances.load,
+        **summary.to_dict(),
+    }
+
+
+def report_table(circumstances: Circumstances, summary: Summary) -> Table:
+    """Counts, throughput, tokens by engine, and the latencies with their percentiles."""
+    table = Table(
+        title=escape(f"{circumstances.model}: {circumstances.load}"),
+        caption=escape(
+            f"measured {circumstances.date} on {circumstances.hardware}; times from the real send"
+        ),
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("", no_wrap=True)
+    for name in ("mean", "p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right")
+
+    _add_count(table, "requests", f"{summary.succeeded} of {summary.requests}")
+    if summary.failed:
+        text = f"[red]{summary.failed}[/red] (after {summary.failed_tokens} tokens)"
+        _add_count(table, "failed", text)
+    if summary.wrong_length:
+        _add_count(table, "wrong length", f"[yellow]{summary.wrong_length}[/]")
+    if summary.estimated:
+        _add_count(table, "guessed chunk sizes", f"[yellow]{summary.estimated}[/]")
+    _add_count(table, "duration", _seconds(summary.duration_s))
+    _add_count(table, "output tokens/s", _number(summary.output_tokens_per_s))
+    _add_count(table, "total tokens/s", _number(summary.total_tokens_per_s))
+    if set(summary.tokens_by_engine) - {UNREPORTED}:
+        for engine, tokens in summary.tokens_by_engine.items():
+            share = tokens / summary.output_tokens
+            _add_count(table, f"output tokens, {escape(engine)}", f"{tokens:,} ({share:.0%})")
+    table.add_section()
+    _add_times(table, "TTFT", summary.ttft_s)
+    _add_times(table, "ITL", summary.itl_s)
+    _add_times(table, "chunk gap", summary.chunk_gap_s)
+    _add_times(table, "TPOT", summary.tpot_s)
+    _add_times(table, "normalized latency", summary.normalized_latency_s)
+    _add_times(table, "latency", summary.latency_s)
+    _add_times(table, "send lag of client", summary.send_lag_s)
+    return table
+
+
+def write_csv(path: Path, records: Iterable[RequestRecord]) -> None:
+    """One line per request, `CSV_COLUMNS`; what is undefined is empty."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(CSV_COLUMNS)
+        for index, record in enumerate(records):
+            by_engine = tokens_by_engine([record])
+            writer.writerow(
+                (
+                    index, record.request.arrival_s, record.sent_s, record.end_s,
+                    record.prompt_tokens, record.request.output_tokens, record.output_tokens,
+                    by_engine.get("gpu", 0), by_engine.get("cpu", 0),
+                    record.ttft_s, record.tpot_s, record.latency_s,
+                    record.finish_reason, record.error,
+                )
+            )  # fmt: skip
+
+
+def _add_count(table: Table, name: str, text: str) -> None:
+    table.add_row(name, text)
+
+
+def _add_times(table: Table, name: str, times: Distribution) -> None:
+    columns = (times.mean, times.p50, times.p90, times.p99, times.max)
+    table.add_row(name, *(_seconds(value) for value in columns))
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f} s" if value >= 1.0 else f"{value * 1e3:.1f} ms"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.1f}"

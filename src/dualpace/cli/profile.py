@@ -1,0 +1,216 @@
+"""`dualpace profile`: measure what this machine takes for this model, and look at what is stored.
+
+Chooses and shows; the work is done by the rooms of `dualpace.profile`. Progress goes to stderr,
+tables to stdout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dualpace.cli.logs import set_up_logging
+from dualpace.cli.serve import CpuCores, GpuKvTokens, HostKvSize, MaxModelLen, Model
+from dualpace.core.config import EngineConfig, EngineOptions
+from dualpace.core.errors import DualPaceError
+from dualpace.core.messages import GPU
+from dualpace.core.plan import Tier
+from dualpace.policy.cost_model import OPERATIONS, Operation, Point
+from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
+from dualpace.profile.probes import Room, plan_points, probe
+from dualpace.profile.table import Profile, find, load, path_of, save
+
+STANDIN_KV_TOKENS = 8192  # in which to measure a stand-in that would get no KV room by default
+SIZE_NAMES: dict[Operation, str] = {
+    "cpu_iteration": "rows", "gpu_decode": "rows", "gpu_prefill": "tokens",
+}  # fmt: skip
+
+profile_app = typer.Typer(
+    help="Measure what steps of a model take on this machine.", no_args_is_help=True
+)
+
+
+@profile_app.command()
+def run(
+    model: Model,
+    gpu_kv_tokens: GpuKvTokens = None,
+    host_kv_size: HostKvSize = "auto",
+    cpu_cores: CpuCores = None,
+    max_model_len: MaxModelLen = None,
+    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="About how long to measure, loading apart.")
+    ] = 30.0,
+) -> None:
+    """Measure MODEL, store the profile, print it. After Ctrl-C what was measured is kept."""
+    set_up_logging(logging.WARNING)
+    console = Console(stderr=True)
+    with _explained(console):
+        options = EngineOptions(
+            model=model,
+            gpu_kv_tokens=gpu_kv_tokens,
+            host_kv_size=host_kv_size,
+            cpu_cores=cpu_cores,
+            max_model_len=max_model_len,
+            load_format=load_format,  # type: ignore[arg-type]  # checked by EngineOptions
+        )
+        config, fingerprint = _resolve(options)
+        if gpu_kv_tokens is None and config.gpu_pages == 0:
+            pages = STANDIN_KV_TOKENS // config.page_tokens
+            config = msgspec.structs.replace(config, gpu_pages=pages)
+        measured = _Measured()
+        try:
+            measured.run(config, seconds, console)
+        finally:  # also after Ctrl-C, and after an engine has failed
+            if measured.points:
+                path = _store(model, config, fingerprint, measured)
+                console.print(f"stored in {escape(str(path))}", soft_wrap=True)
+
+
+@profile_app.command()
+def show(
+    model: Annotated[str, typer.Argument(help="What was measured, or a profile's .json file.")],
+    cpu_cores: CpuCores = None,
+) -> None:
+    """Print the stored profile of MODEL on this machine, or the one in a file."""
+    set_up_logging(logging.WARNING)
+    with _explained(Console(stderr=True)):
+        if model.endswith(".json"):
+            _show(load(Path(model)))
+        else:
+            options = EngineOptions(model=model, cpu_cores=cpu_cores)
+            _show(find(_resolve(options)[1]))
+
+
+class _Measured:
+    """Points as they come in, so that an interruption loses none."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.gpu_kv_tokens = 0
+        self.complete = False
+
+    def run(self, config: EngineConfig, seconds: float, console: Console) -> None:
+        """Measure every operation that this configuration has, each for its share of the time."""
+        from dualpace.wiring import profile_executors
+
+        share = seconds / len(OPERATIONS)
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("points"), TimeElapsedColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("loading the model", total=None)
+            with contextlib.closing(profile_executors(config)) as executors:
+                for engine, executor, pages in executors:
+                    if engine == GPU:
+                        self.gpu_kv_tokens = pages * config.page_tokens
+                    for operation, room in _operations(engine, pages, config):
+                        total = len(plan_points(operation, room))
+                        bar.reset(task, total=total, description=operation)
+                        for point in probe(operation, executor, room, share):
+                            self.points.append(point)
+                            bar.advance(task)
+                    bar.reset(task, total=None, description="loading the model")
+        self.complete = True
+
+
+def _store(model: str, config: EngineConfig, fingerprint: Fingerprint, measured: _Measured) -> Path:
+    """Save and print; what an interrupted run did not reach stays as it was."""
+    profile = Profile(
+        model=model,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        fingerprint=fingerprint,
+        gpu_kv_tokens=measured.gpu_kv_tokens,
+        host_kv_tokens=config.host_pages * config.page_tokens,
+        points=tuple(measured.points),
+    )
+    earlier = path_of(fingerprint)
+    if not measured.complete and earlier.exists():
+        profile = profile.keeping(load(earlier))
+    path = save(profile)
+    _show(profile)
+    return path
+
+
+def _operations(engine: str, pages: int, config: EngineConfig) -> Iterator[tuple[Operation, Room]]:
+    """What to measure on an engine whose pool has so many pages."""
+
+    def room(tier: Tier, pages: int) -> Room:
+        return Room(
+            tier,
+            pages,
+            config.page_tokens,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.max_model_len,
+        )
+
+    if engine != GPU:
+        yield "cpu_iteration", room("host", pages)
+    elif pages:
+        yield "gpu_decode", room("gpu", pages)
+        yield "gpu_prefill", room("gpu", pages)
+    else:
+        yield "gpu_prefill", room("host", config.host_pages)
+
+
+def _resolve(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]:
+    from dualpace.cpu._native import supported_isas
+    from dualpace.wiring import resolve
+
+    config, spec = resolve(options)
+    isa = supported_isas()[-1] if config.cpu_isa == "auto" else config.cpu_isa
+    return config, take_fingerprint(config, spec, isa)
+
+
+def _show(profile: Profile) -> None:
+    console = Console()
+    console.print(
+        f"{profile.model}, {profile.fingerprint.dtype}, measured {profile.date} on "
+        f"{profile.fingerprint.hardware}",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for operation in OPERATIONS:
+        points = [point for point in profile.points if point.operation == operation]
+        if points:
+            console.print(_table(operation, points))
+
+
+def _table(operation: Operation, points: list[Point]) -> Table:
+    """Sizes down, contexts across, milliseconds in the cells."""
+    title = f"{operation}: ms by {SIZE_NAMES[operation]} and tokens of context"
+    table = Table(title=title, title_justify="left")
+    contexts = sorted({point.context for point in points})
+    table.add_column(SIZE_NAMES[operation], justify="right")
+    for context in contexts:
+        table.add_column(str(context), justify="right")
+    seconds = {(point.size, point.context): point.seconds for point in points}
+    for size in sorted({point.size for point in points}):
+        cells = (seconds.get((size, context)) for context in contexts)
+        table.add_row(str(size), *("" if cell is None else f"{cell * 1e3:.4g}" for cell in cells))
+    return table
+
+
+@contextlib.contextmanager
+def _explained(console: Console) -> Iterator[None]:
+    """An error that a user can mend is told in one line, with exit code 1."""
+    try:
+        yield
+    except (DualPaceError, OSError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        console.print("[yellow]stopped[/yellow]")
+        raise typer.Exit(130) from None

@@ -1,0 +1,103 @@
+"""Types of the C++ extension (csrc/bindings.cpp). bfloat16 arrays travel as uint16."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+def supported_isas() -> list[str]: ...
+
+class Engine:
+    def __init__(self, cpu_ids: Sequence[int], isa: str = "auto") -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def num_threads(self) -> int: ...
+    def linear(
+        self,
+        x: NDArray[np.float32],
+        weight: NDArray[Any],
+        bias: NDArray[np.float32] | None,
+        out: NDArray[np.float32],
+    ) -> None: ...
+    def rms_norm(
+        self,
+        x: NDArray[np.float32],
+        weight: NDArray[np.float32],
+        eps: float,
+        out: NDArray[np.float32],
+    ) -> None: ...
+    def rope(
+        self, x: NDArray[np.float32], cosine: NDArray[np.float32], sine: NDArray[np.float32]
+    ) -> None: ...
+    def attention(
+        self,
+        query: NDArray[np.float32],
+        arena: Buffer,
+        dtype: str,
+        num_layers: int,
+        layer: int,
+        num_kv_heads: int,
+        page_tokens: int,
+        positions: NDArray[np.int64],
+        page_offsets: NDArray[np.int64],
+        pages: NDArray[np.int32],
+        out: NDArray[np.float32],
+    ) -> None: ...
+    def sample(
+        self,
+        logits: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        temperature: NDArray[np.float64],
+        top_k: NDArray[np.int64],
+        top_p: NDArray[np.float64],
+        min_p: NDArray[np.float64],
+        seed: NDArray[np.uint64],
+        banned_offsets: NDArray[np.int64],
+        banned: NDArray[np.int32],
+        out: NDArray[np.int32],
+    ) -> None: ...
+
+class ModelConfig:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rms_norm_eps: float,
+        inv_freq: Sequence[float],
+        tie_embeddings: bool,
+        qkv_bias: bool,
+        qk_norm: bool,
+        dtype: str,
+    ) -> None: ...
+
+class Model:
+    def __init__(self, engine: Engine, config: ModelConfig) -> None: ...
+    def load(self, name: str, layer: int, array: NDArray[Any]) -> None: ...
+    def missing(self) -> list[str]: ...
+    def decode(
+        self,
+        arena: Buffer,
+        page_tokens: int,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        page_offsets: NDArray[np.int64],
+        pages: NDArray[np.int32],
+        temperature: NDArray[np.float64],
+        top_k: NDArray[np.int64],
+        top_p: NDArray[np.float64],
+        min_p: NDArray[np.float64],
+        seed: NDArray[np.uint64],
+        banned_offsets: NDArray[np.int64],
+        banned: NDArray[np.int32],
+        out: NDArray[np.int32],
+        logits: NDArray[np.float32] | None,
+    ) -> None: ...

@@ -1,0 +1,64 @@
+"""The CPU engine's executor: batches of the loop, run by the C++ engine on a thread of their own.
+
+Knows the contract of `core.plan` and the arena's address; does not schedule and allocates no pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from dualpace.core.errors import EngineError
+from dualpace.core.plan import Batch, CopyJob, Ticket
+from dualpace.cpu.model import CpuModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class CpuExecutor:
+    """Runs decode iterations in the order of launch.
+
+    arena: the host KV pool as writable bytes; it must outlive the executor. page_tokens: tokens per
+    page. wake: called, from any thread, once a ticket is done.
+    """
+
+    def __init__(
+        self, model: CpuModel, arena: Buffer, page_tokens: int, wake: Callable[[], None]
+    ) -> None:
+        self._model = model
+        self._arena = arena
+        self._page_tokens = page_tokens
+        self._wake = wake
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dualpace-cpu")
+
+    def launch(self, batch: Batch) -> Ticket[list[int | None]]:
+        """Start an iteration. Every row has one token and lives on the host.
+
+        The ticket yields a token id per row, None where `sample` is not set, and raises
+        `EngineError` if a row names a token, position or page that does not exist.
+        """
+        future: Future[list[int | None]] = self._worker.submit(self._run, batch)
+        future.add_done_callback(lambda _: self._wake())
+        return future
+
+    def copy(self, job: CopyJob) -> Ticket[None]:
+        """Raises `EngineError`: pages are moved by the engine that owns the GPU."""
+        raise EngineError(f"the CPU engine copies no pages (copy {job.number})")
+
+    def close(self) -> None:
+        """Wait for what runs, and let the worker thread go."""
+        self._worker.shutdown(wait=True)
+
+    def _run(self, batch: Batch) -> list[int | None]:
+        if any(row.tier != "host" for row in batch.rows):
+            raise EngineError(f"batch {batch.number}: the CPU engine decodes host rows only")
+        try:
+            decoded = self._model.decode(batch.rows, self._arena, self._page_tokens)
+        except ValueError as error:
+            raise EngineError(f"batch {batch.number}: {error}") from error
+        token_ids: list[int] = decoded.token_ids.tolist()
+        return [
+            token if row.sample else None for row, token in zip(batch.rows, token_ids, strict=True)
+        ]

@@ -1,0 +1,171 @@
+"""The CPU engine's model: weights by canonical name into the C++ engine, rows in, token ids out.
+
+Knows shapes, NumPy arrays and core types; knows no checkpoint format, no torch, and nothing of
+who owns a page. Names: `embed_tokens` [V, H], `norm` [H], `lm_head` [V, H] unless tied, and under
+`layers.{i}.`: `input_norm`, `post_norm` [H], `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`,
+`up_proj`, `down_proj` [out, in], `q_bias`, `k_bias`, `v_bias` [out], `q_norm`, `k_norm` [head_dim].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from dualpace.core.config import DType
+from dualpace.core.errors import ConfigError, HardwareError, ModelError
+from dualpace.core.model_spec import ModelSpec
+from dualpace.core.plan import BatchRow
+from dualpace.cpu import _native
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.(\w+)")
+
+
+class Decoded(NamedTuple):
+    """What one iteration yields for M rows."""
+
+    token_ids: NDArray[np.int32]  # [M]
+    logits: NDArray[np.float32] | None  # [M, vocab_size], if asked for
+
+
+class CpuModel:
+    """A decoder whose weights live in host memory, packed for the kernels of this machine.
+
+    weights: (name, array) pairs in any order, float32 or bfloat16 (`ml_dtypes`) arrays; they are
+    converted to `dtype`, that of weights and KV cache, and not kept. cores: CPU ids, one pinned
+    thread each. isa: "auto", "portable" or "avx2".
+
+    Raises `ModelError` for a missing, unknown, repeated or wrongly shaped tensor, `ConfigError` for
+    an unknown instruction set or a CPU that is not available, `HardwareError` for an instruction
+    set that this machine lacks.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Iterable[tuple[str, NDArray[Any]]],
+        *,
+        dtype: DType,
+        cores: Sequence[int],
+        isa: str = "auto",
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        try:
+            self._engine = _native.Engine(list(cores), isa)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        except RuntimeError as error:
+            raise HardwareError(str(error)) from None
+        try:
+            self._native = _native.Model(self._engine, _native_config(spec, dtype))
+        except ValueError as error:
+            raise ModelError(str(error)) from None
+        for name, array in weights:
+            self._load(name, array)
+        if missing := self._native.missing():
+            raise ModelError(
+                f"missing tensors: {', '.join(missing[:5])}{', …' * (len(missing) > 5)}"
+            )
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use, "auto" resolved."""
+        return self._engine.isa
+
+    @property
+    def num_threads(self) -> int:
+        return self._engine.num_threads
+
+    def decode(
+        self,
+        rows: Sequence[BatchRow],
+        arena: Buffer,
+        page_tokens: int,
+        *,
+        return_logits: bool = False,
+    ) -> Decoded:
+        """Run one iteration, one new token per row, and sample every row. Releases the GIL.
+
+        arena: writable bytes of the host KV pool, `dtype`,
+        `[page][layer][2][kv_head][page_tokens][head_dim]`. Raises `ValueError` for a token id,
+        position or page id out of range.
+        """
+        if any(len(row.tokens) != 1 for row in rows):
+            raise ValueError("the CPU engine decodes exactly one token per row")
+        out = np.empty(len(rows), np.int32)
+        logits = np.empty((len(rows), self.spec.vocab_size), np.float32) if return_logits else None
+        page_offsets, pages = _ragged([row.pages for row in rows])
+        banned_offsets, banned = _ragged([row.banned_ids for row in rows])
+        params = [row.params for row in rows]
+        try:
+            tokens = np.array([row.tokens[0] for row in rows], np.int32)
+        except OverflowError as error:
+            raise ValueError(f"token id out of range: {error}") from None
+        self._native.decode(
+            arena,
+            page_tokens,
+            tokens,
+            np.array([row.start for row in rows], np.int64),
+            page_offsets,
+            pages,
+            np.array([each.temperature for each in params], np.float64),
+            np.array([each.top_k for each in params], np.int64),
+            np.array([each.top_p for each in params], np.float64),
+            np.array([each.min_p for each in params], np.float64),
+            np.array([each.seed for each in params], np.uint64),
+            banned_offsets,
+            banned,
+            out,
+            logits,
+        )
+        return Decoded(out, logits)
+
+    def _load(self, name: str, array: NDArray[Any]) -> None:
+        match = _LAYER_NAME.fullmatch(name)
+        layer, short = (int(match[1]), match[2]) if match else (-1, name)
+        if array.dtype == ml_dtypes.bfloat16:
+            array = array.view(np.uint16)
+        elif array.dtype != np.float32:
+            raise ModelError(f"tensor {name} is {array.dtype}; float32 or bfloat16 expected")
+        try:
+            self._native.load(short, layer, np.ascontiguousarray(array))
+        except ValueError as error:
+            raise ModelError(f"{error} {list(array.shape)}") from None
+
+
+def _native_config(spec: ModelSpec, dtype: DType) -> _native.ModelConfig:
+    return _native.ModelConfig(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.rms_norm_eps,
+        inv_freq=list(spec.inv_freq),
+        tie_embeddings=spec.tie_embeddings,
+        qkv_bias=spec.qkv_bias,
+        qk_norm=spec.qk_norm,
+        dtype=dtype,
+    )
+
+
+def _ragged(lists: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Lists of ids as offsets [M + 1] and flat values. Raises `ValueError` beyond 32 bits."""
+    offsets = np.zeros(len(lists) + 1, np.int64)
+    np.cumsum([len(each) for each in lists], out=offsets[1:])
+    try:
+        values = np.fromiter(chain.from_iterable(lists), np.int32, int(offsets[-1]))
+    except OverflowError as error:
+        raise ValueError(f"id out of range: {error}") from None
+    return offsets, values

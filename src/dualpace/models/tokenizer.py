@@ -1,0 +1,103 @@
+"""Text to token ids and back, and chat templates, through transformers.
+
+The only module of the frontend that may pull in torch: transformers' tokenizers do so by
+themselves. Knows nothing of requests or streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from dualpace.core.errors import ModelError, RequestError
+from dualpace.models.registry import ModelSource
+
+
+class Tokenizer:
+    """A tokenizer with its chat template."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    @property
+    def is_fast(self) -> bool:
+        """True where the Rust tokenizers library does the work, and `fast` is not None."""
+        return bool(self._backend.is_fast)
+
+    @property
+    def fast(self) -> Any:
+        """The `tokenizers.Tokenizer`, for its incremental `DecodeStream`; None if not `is_fast`."""
+        return self._backend.backend_tokenizer if self.is_fast else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids it knows, added tokens included; a model's embedding may have more rows."""
+        return len(self._backend)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Its own end-of-sequence id, if any; the checkpoint's list is `ModelSpec.eos_ids`."""
+        eos = self._backend.eos_token_id
+        return () if eos is None else (int(eos),)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._backend.chat_template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised."""
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return [int(i) for i in ids]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; an incomplete UTF-8 sequence at the end reads as U+FFFD."""
+        return str(
+            self._backend.decode(
+                list(ids),
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises `RequestError` where the model has no template, or its template refuses `messages`.
+        """
+        if not self.has_chat_template:
+            raise RequestError(
+                "this model has no chat template: use the completions API", param="messages"
+            )
+        try:
+            text = self._backend.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        # The template writes the special tokens itself.
+        return self.encode(str(text), add_special_tokens=False)
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer:
+    """The tokenizer of a checkpoint. Raises `ModelError` where it has none that can be read."""
+    try:
+        if source.kind == "gguf":
+            # Not AutoTokenizer: that parses the whole file a second time to find the config.
+            return Tokenizer(
+                PreTrainedTokenizerFast.from_pretrained(
+                    str(source.path.parent), gguf_file=source.path.name, local_files_only=True
+                )
+            )
+        return Tokenizer(AutoTokenizer.from_pretrained(str(source.path), local_files_only=True))
+    # transformers raises nearly anything for a damaged file, and each means the same here.
+    except Exception as error:
+        raise ModelError(f"{source.path}: no usable tokenizer: {error}") from error

@@ -1,0 +1,184 @@
+"""How long an engine's step takes, from measured points: monotone, piecewise linear, pure.
+
+Knows operations, sizes and seconds. Does not know what was measured on which machine (that is the
+profile's) and has no opinion on what to do with an answer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dualpace.core.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+Operation = Literal["cpu_iteration", "gpu_decode", "gpu_prefill"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One measurement. What size and context count is told by `CostModel`'s methods."""
+
+    operation: Operation
+    size: int
+    context: int
+    seconds: float
+
+
+class Estimate(NamedTuple):
+    """A duration; `extrapolated` if no measured points surround it."""
+
+    seconds: float
+    extrapolated: bool
+
+
+class CostModel(Protocol):
+    """Durations never decrease in either argument. Raises `ConfigError` for an operation of which
+    there are too few measurements."""
+
+    def cpu_iteration(self, rows: int, context: int) -> Estimate:
+        """A CPU iteration of `rows` rows that attend to `context` positions in total."""
+        ...
+
+    def gpu_decode(self, rows: int, context: int) -> Estimate:
+        """A GPU step of `rows` decode rows that attend to `context` positions in total."""
+        ...
+
+    def gpu_prefill(self, tokens: int, context: int) -> Estimate:
+        """A GPU step of one prompt chunk: `tokens` positions after `context` computed ones."""
+        ...
+
+
+class TableCostModel:
+    """A `CostModel` that interpolates between measured points."""
+
+    def __init__(self, points: Iterable[Point]) -> None:
+        by_operation: defaultdict[Operation, list[Point]] = defaultdict(list)
+        for point in points:
+            by_operation[point.operation].append(point)
+        self._surfaces = {
+            operation: Surface([(p.size, p.context, p.seconds) for p in measured])
+            for operation, measured in by_operation.items()
+            if len({p.size for p in measured}) > 1 and len({p.context for p in measured}) > 1
+        }
+
+    def cpu_iteration(self, rows: int, context: int) -> Estimate:
+        return self._surface("cpu_iteration").at(rows, context)
+
+    def gpu_decode(self, rows: int, context: int) -> Estimate:
+        return self._surface("gpu_decode").at(rows, context)
+
+    def gpu_prefill(self, tokens: int, context: int) -> Estimate:
+        return self._surface("gpu_prefill").at(tokens, context)
+
+    def _surface(self, operation: Operation) -> Surface:
+        surface = self._surfaces.get(operation)
+        if surface is None:
+            raise ConfigError(
+                f"the profile has too few points of {operation}: it takes two sizes and two "
+                "contexts (measure for longer, or with more KV room)"
+            )
+        return surface
+
+
+class Surface:
+    """z(x, y) through scattered points whose coordinates repeat; never decreasing in x or y.
+
+    points: (x, y, z), z ≥ 0, with at least two different x and two different y. Between points it
+    is bilinear, and exact on them wherever they are monotone themselves; noise that is not is
+    evened out. Below the smallest coordinate the value is held, beyond the largest it is linear.
+    """
+
+    def __init__(self, points: Sequence[tuple[float, float, float]]) -> None:
+        self._x = sorted({x for x, _, _ in points})
+        self._y = sorted({y for _, y, _ in points})
+        z = np.full((len(self._x), len(self._y)), np.nan)
+        for x, y, value in points:
+            z[self._x.index(x), self._y.index(y)] = value
+        z, known = _complete(_even_out(z), np.array(self._y, np.float64))
+        # The running maximum keeps the slopes beyond an edge from crossing along the other axis.
+        beyond_x = np.maximum.accumulate((z[-1] - z[-2]) / (self._x[-1] - self._x[-2]))
+        beyond_y = np.maximum.accumulate((z[:, -1] - z[:, -2]) / (self._y[-1] - self._y[-2]))
+        # Plain lists: a simulation asks hundreds of thousands of times for one scalar.
+        self._z: list[list[float]] = z.tolist()
+        self._known: list[list[bool]] = known.tolist()
+        self._beyond_x: list[float] = beyond_x.tolist()
+        self._beyond_y: list[float] = beyond_y.tolist()
+
+    def at(self, x: float, y: float) -> Estimate:
+        """The value at (x, y)."""
+        i, u = _locate(self._x, x)
+        j, v = _locate(self._y, y)
+        corners = ((i, j, (1 - u) * (1 - v)), (i, j + 1, (1 - u) * v),
+                   (i + 1, j, u * (1 - v)), (i + 1, j + 1, u * v))  # fmt: skip
+        seconds = 0.0
+        inside = self._x[0] <= x <= self._x[-1] and self._y[0] <= y <= self._y[-1]
+        for row, column, weight in corners:
+            if weight:
+                seconds += weight * self._z[row][column]
+                inside = inside and self._known[row][column]
+        if x > self._x[-1]:
+            slope = (1 - v) * self._beyond_x[j] + v * self._beyond_x[j + 1]
+            seconds += slope * (x - self._x[-1])
+        if y > self._y[-1]:
+            slope = (1 - u) * self._beyond_y[i] + u * self._beyond_y[i + 1]
+            seconds += slope * (y - self._y[-1])
+        return Estimate(seconds, not inside)
+
+
+def _locate(nodes: list[float], value: float) -> tuple[int, float]:
+    """The cell of `value` and its place in it from 0 to 1; the outermost place beyond the ends."""
+    cell = min(max(bisect_right(nodes, value) - 1, 0), len(nodes) - 2)
+    low, high = nodes[cell], nodes[cell + 1]
+    return cell, min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def _even_out(z: Floats) -> Floats:
+    """Measured cells (the others are NaN) made monotone; those that are so already stay as is.
+
+    Halfway between the largest monotone table below the data and the smallest one above it.
+    """
+    return (_at_least(z) + _at_most(z)) / 2 + np.where(np.isnan(z), np.nan, 0.0)
+
+
+def _at_least(z: Floats) -> Floats:
+    """For each cell the largest measured value at no larger coordinates; 0 if there is none."""
+    filled = np.where(np.isnan(z), 0.0, z)
+    return _running_max(filled)
+
+
+def _at_most(z: Floats) -> Floats:
+    """For each cell the smallest measured value at no smaller coordinates; inf if none."""
+    filled = np.where(np.isnan(z), np.inf, z)
+    return -_running_max(-filled[::-1, ::-1])[::-1, ::-1]
+
+
+def _running_max(z: Floats) -> Floats:
+    largest: Floats = np.maximum.accumulate(np.maximum.accumulate(z, axis=0), axis=1)
+    return largest
+
+
+def _complete(z: Floats, y: Floats) -> tuple[Floats, npt.NDArray[Any]]:
+    """Fill the NaN of a monotone table along its rows, and say which cells measurements surround.
+
+    A batch of few rows cannot have a long context, nor a batch of many rows a short one, so no
+    measured table is full.
+    """
+    raw = np.empty_like(z)
+    known = np.zeros(z.shape, bool)
+    for row, values in enumerate(z):
+        at = np.flatnonzero(~np.isnan(values))
+        first, last = at[0], at[-1]
+        raw[row] = np.interp(y, y[at], values[at])
+        if len(at) > 1:
+            slope = (values[last] - values[at[-2]]) / (y[last] - y[at[-2]])
+            raw[row] += slope * np.maximum(0.0, y - y[last])
+        known[row, first : last + 1] = True
+    # Within what is measured around it; the running maximum leaves measured cells alone.
+    return _running_max(np.clip(raw, _at_least(z), _at_most(z))), known

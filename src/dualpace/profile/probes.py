@@ -1,0 +1,141 @@
+"""Measures the three operations of the cost model through `core.plan.Executor`.
+
+One probe serves every engine, because it says what it wants to run in batches, as a scheduler
+would. Knows no engine, no tensors, and not what is done with the points.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from dualpace.core.plan import Batch, BatchRow, Executor, Tier
+from dualpace.core.sampling import DecodeParams
+from dualpace.kv.pages import pages_for
+from dualpace.policy.cost_model import Operation, Point
+
+REPEATS = 5
+POINT_SHARE = 0.05  # of the time there is; a point that takes longer is repeated less
+SMALLEST_CHUNK = 16
+SMALLEST_CONTEXT = 16
+# How many positions of context cost about as much as one more token; orders points, no more.
+CONTEXT_PER_TOKEN = 256
+
+
+@dataclass(frozen=True)
+class Room:
+    """The KV pages that a probe may use, all of them its own, and the largest batch to measure.
+
+    max_rows: decode rows in a step; max_tokens: positions of a prompt in a step; max_model_len:
+    positions of a request.
+    """
+
+    tier: Tier
+    pages: int
+    page_tokens: int
+    max_rows: int
+    max_tokens: int
+    max_model_len: int
+
+
+def plan_points(operation: Operation, room: Room) -> list[tuple[int, int]]:
+    """(size, context) of the points to measure, in order: a coarse grid first, then a finer one,
+    cheap points before dear ones in each. So whatever time there is, the table is of use."""
+    if operation == "gpu_prefill":
+        sizes = _doubling(SMALLEST_CHUNK, min(room.max_tokens, room.max_model_len))
+        contexts = [0, *_quadrupling(4 * SMALLEST_CONTEXT, room.max_model_len)]
+    else:
+        sizes = _doubling(1, room.max_rows)
+        most = min(room.pages * room.page_tokens, room.max_rows * room.max_model_len)
+        contexts = _quadrupling(SMALLEST_CONTEXT, most)
+    coarse = {*sizes[::2], *sizes[-1:]}
+    points = [
+        (size, context)
+        for size in sizes
+        for context in contexts
+        if make_batch(operation, size, context, room) is not None
+    ]
+    return sorted(
+        points, key=lambda point: (point[0] not in coarse, point[0] * CONTEXT_PER_TOKEN + point[1])
+    )
+
+
+def probe(
+    operation: Operation,
+    executor: Executor,
+    room: Room,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Point]:
+    """Measure point after point, for about `seconds`; each is yielded as soon as it is known.
+
+    A point is the median of up to `REPEATS` runs after one to warm up. Raises what a step raises.
+    """
+    deadline = clock() + seconds
+    for size, context in plan_points(operation, room):
+        if clock() >= deadline:
+            return
+        batch = make_batch(operation, size, context, room)
+        assert batch is not None
+        enough = min(deadline, clock() + POINT_SHARE * seconds)
+        executor.launch(batch).result()
+        times: list[float] = []
+        while not times or (len(times) < REPEATS and clock() < enough):
+            start = clock()
+            executor.launch(batch).result()
+            times.append(clock() - start)
+        yield Point(operation, size, context, statistics.median(times))
+
+
+def make_batch(operation: Operation, size: int, context: int, room: Room) -> Batch | None:
+    """The batch that a point stands for, or None if the room does not allow it.
+
+    Decode: `size` rows that share `context` positions as evenly as whole positions allow.
+    Prefill: one chunk of `size` positions after `context` earlier ones.
+    """
+    if operation == "gpu_prefill":
+        chunks = [(size, context)]
+    else:
+        share, rest = divmod(context, size)
+        if share < 1:
+            return None
+        chunks = [(1, share + (row < rest) - 1) for row in range(size)]
+    rows: list[BatchRow] = []
+    taken = 0
+    for count, start in chunks:
+        pages = pages_for(start + count, room.page_tokens)
+        if start + count > room.max_model_len or taken + pages > room.pages:
+            return None
+        rows.append(
+            BatchRow(
+                request_id=f"probe-{len(rows)}",
+                tokens=[0] * count,
+                start=start,
+                pages=list(range(taken, taken + pages)),
+                tier=room.tier,
+                sample=True,
+                params=DecodeParams(),
+            )
+        )
+        taken += pages
+    return Batch(1, tuple(rows))
+
+
+def _doubling(first: int, most: int) -> list[int]:
+    """first, 2·first, 4·first, … below `most`, and `most` itself."""
+    sizes = []
+    while first < most:
+        sizes.append(first)
+        first *= 2
+    return [*sizes, most]
+
+
+def _quadrupling(first: int, most: int) -> list[int]:
+    """first, 4·first, 16·first, … up to `most`."""
+    contexts = []
+    while first <= most:
+        contexts.append(first)
+        first *= 4
+    return contexts

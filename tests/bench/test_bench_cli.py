@@ -1,0 +1,102 @@
+"""`bench serve` as a user runs it: outputs, exit codes, messages."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dualpace.cli.bench import bench_app
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def bench(url: str, *options: str) -> Any:
+    return CliRunner().invoke(
+        bench_app, ["serve", "--base-url", url, "--num-requests", "12", "--scale", "0.03", *options]
+    )
+
+
+def test_a_table_and_a_json_line_last_and_all_files(server_url: str, tmp_path: Path) -> None:
+    report, rows, figure = (tmp_path / name for name in ("r.json", "r.csv", "r.png"))
+    result = bench(
+        server_url, "--json", str(report), "--csv", str(rows), "--plot", str(figure),
+        "--hardware", "a slide rule",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last == json.loads(report.read_text())
+    assert (last["model"], last["hardware"], last["succeeded"]) == ("fake", "a slide rule", 12)
+    assert sum(last["tokens_by_engine"].values()) == last["output_tokens"]
+    assert "TTFT" in result.stdout
+    with rows.open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 12
+    assert sum(int(line["output_tokens"]) for line in lines) == last["output_tokens"]
+    assert sum(int(line["cpu_tokens"]) for line in lines) == last["tokens_by_engine"]["cpu"]
+    assert figure.read_bytes().startswith(PNG_SIGNATURE)
+
+
+def test_a_trace_is_replayed_at_a_rate(server_url: str, tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"
+    trace.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2024-05-10 00:00:00+00:00,300,100\n2024-05-10 00:01:00.5+00:00,900,200\n"
+    )
+    result = bench(server_url, "--trace", str(trace), "--arrival", "trace", "--request-rate", "10")
+    assert result.exit_code == 0, result.output
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last["load"] == "2 requests, azure.csv × 0.03, trace arrivals at 10/s"
+    assert (last["prompt_tokens"], last["output_tokens"]) == (36, 9)
+
+
+def test_lengths_are_clipped_to_what_the_server_tells(server_url: str) -> None:
+    result = bench(server_url, "--scale", "1", "--num-requests", "4", "--max-concurrency", "2")
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert "clipped to 512 tokens" in last["load"]
+    assert last["prompt_tokens"] + last["output_tokens"] <= 4 * 512
+
+
+def test_partial_failure_is_shown_and_still_a_measurement(server_url: str) -> None:
+    result = bench(server_url, "--model", "flaky")
+    assert result.exit_code == 0
+    assert "4 failed: HTTP 503: no room" in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["failed"] == 4
+
+
+@pytest.mark.parametrize("model", ["full", "cut"])
+def test_no_success_at_all_is_exit_code_1(server_url: str, model: str) -> None:
+    result = bench(server_url, "--model", model, "--scale", "1")  # long enough to be cut
+    assert result.exit_code == 1
+    assert json.loads(result.stdout.splitlines()[-1])["succeeded"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arrival", "trace"], "--arrival trace needs --trace"),
+        (["--arrival", "poisson"], "--request-rate must be"),
+        (["--arrival", "inf", "--request-rate", "2"], "leave --request-rate out"),
+        (["--scale", "0"], "--scale must be"),
+        (["--trace", "none.csv"], "cannot read the trace none.csv"),
+        (["--trace", "x.csv", "--synthetic"], "exclude each other"),
+        (["--json", "no/such/folder/r.json"], "is not a folder"),
+    ],
+)
+def test_options_that_cannot_work_are_explained(
+    server_url: str, options: list[str], message: str
+) -> None:
+    result = bench(server_url, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_unreachable_server_is_explained(dead_url: str) -> None:
+    result = bench(dead_url)
+    assert result.exit_code == 2
+    assert f"no server answers at {dead_url}" in result.stderr

@@ -1,0 +1,125 @@
+"""Replay against a fake server: what is recorded, and what becomes of failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from dualpace.bench.client import Progress, ServedModel, ServerError, ask_models, replay
+from dualpace.bench.load import LoadRequest, draw_prompts
+from dualpace.bench.metrics import summarize, tokens_by_engine
+from dualpace.bench.record import RequestRecord
+
+LOAD = [LoadRequest(5 + index, 4 + index % 7) for index in range(30)]
+
+
+def run(
+    url: str,
+    model: str,
+    load: list[LoadRequest] = LOAD,
+    max_concurrency: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> list[RequestRecord]:
+    prompts = draw_prompts(load, 1000, seed=0)
+    return asyncio.run(
+        replay(url, model, load, prompts, max_concurrency=max_concurrency, on_progress=on_progress)
+    )
+
+
+def test_every_token_is_recorded_with_its_time_and_engine(server_url: str) -> None:
+    records = run(server_url, "fake")
+    assert [record.error for record in records] == [None] * len(LOAD)
+    assert [record.request for record in records] == LOAD
+    assert [record.output_tokens for record in records] == [r.output_tokens for r in LOAD]
+    assert [record.prompt_tokens for record in records] == [r.prompt_tokens for r in LOAD]
+    for record in records:
+        assert record.chunks[2].tokens == min(2, record.request.output_tokens - 2)
+        assert record.chunks[0].engine == "gpu"
+        assert len({chunk.engine for chunk in record.chunks[1:]}) == 1
+        times = [record.sent_s, *(chunk.time_s for chunk in record.chunks), record.end_s]
+        assert times == sorted(times)
+        assert record.finish_reason == "length"
+        assert not record.estimated
+    assert set(tokens_by_engine(records)) == {"gpu", "cpu"}
+
+
+def test_totals_hold_on_a_server_that_tells_usage_only_at_the_end(server_url: str) -> None:
+    records = run(server_url, "plain")
+    assert [record.output_tokens for record in records] == [r.output_tokens for r in LOAD]
+    assert all(record.estimated for record in records)  # every fourth token came in no chunk
+    assert all(len(r.chunks) < r.output_tokens for r in records)
+    assert set(tokens_by_engine(records)) == {"unreported"}
+
+
+@pytest.mark.parametrize(
+    ("model", "message", "tokens"),
+    [
+        ("full", "HTTP 503: no room", 0),
+        ("error-event", "error in the stream: engine failed", 4),
+        ("cut", "closed connection", 4),
+        ("endless", "the stream ended before the answer did", 4),
+    ],
+)
+def test_a_failure_is_recorded_with_its_reason_and_what_came_before(
+    server_url: str, model: str, message: str, tokens: int
+) -> None:
+    records = run(server_url, model, [LoadRequest(3, 9)] * 3)
+    for record in records:
+        assert message in str(record.error)
+        assert record.output_tokens == tokens
+
+
+def test_a_failing_request_stops_no_other(server_url: str) -> None:
+    summary = summarize(run(server_url, "flaky"))
+    assert (summary.succeeded, summary.failures) == (20, {"HTTP 503: no room": 10})
+
+
+def test_a_server_that_dies_in_mid_stream_fails_every_request(
+    start_server: Callable[[], str],
+) -> None:
+    records = run(start_server(), "fatal")
+    assert all(record.error for record in records)
+    assert max(record.output_tokens for record in records) <= 4
+
+
+def test_requests_leave_at_their_arrival_times(server_url: str) -> None:
+    load = [LoadRequest(3, 2, arrival) for arrival in (0.3, 0.0, 0.15)]
+    records = run(server_url, "fake", load)
+    assert all(record.sent_s >= record.request.arrival_s for record in records)
+    assert sorted(range(3), key=lambda index: records[index].sent_s) == [1, 2, 0]
+
+
+def test_a_concurrency_limit_is_kept_and_shows_as_send_lag(server_url: str) -> None:
+    records = run(server_url, "fake", LOAD[:6], max_concurrency=2)
+    moments = sorted(record.sent_s for record in records)
+    for moment in moments:
+        assert sum(r.sent_s <= moment < r.end_s for r in records) <= 2
+    lag = summarize(records).send_lag_s.max
+    assert lag is not None
+    assert lag >= min(record.end_s for record in records)
+
+
+def test_progress_ends_at_the_totals(server_url: str) -> None:
+    seen: list[Progress] = []
+    run(server_url, "flaky", LOAD[:9], on_progress=seen.append)
+    tokens = seen[-1].tokens
+    assert seen[-1] == Progress(sent=9, finished=9, failed=3, tokens=tokens)
+    assert tokens > 0
+    assert [p.finished for p in seen] == sorted(p.finished for p in seen)
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_the_base_url_may_name_v1(server_url: str, suffix: str) -> None:
+    assert ask_models(server_url + suffix) == [ServedModel("fake", 512)]
+
+
+@pytest.mark.parametrize("path", ["", "no-scheme"])
+def test_an_unreachable_server_is_named_with_a_way_out(dead_url: str, path: str) -> None:
+    with pytest.raises(ServerError, match=r"no server answers at .*--base-url"):
+        ask_models(path or dead_url)
+
+
+def test_an_unreachable_server_fails_requests_and_not_the_replay(dead_url: str) -> None:
+    assert summarize(run(dead_url, "fake", LOAD[:3])).failed == 3

@@ -1,0 +1,226 @@
+"""Both real engines in one process, stepped in turn, and transformers in fp32 as the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from dualpace.core.config import DType, EngineConfig
+from dualpace.core.messages import CPU, FRONTEND, GPU, PeerUp, Submit, TokenEvent, Tokens
+from dualpace.core.plan import Executor
+from dualpace.core.request import RequestState
+from dualpace.cpu.executor import CpuExecutor
+from dualpace.cpu.model import CpuModel
+from dualpace.gpu.executor import TorchExecutor
+from dualpace.loop import EngineLoop
+from dualpace.models.registry import ModelSource, resolve
+from dualpace.models.spec import load_spec
+from dualpace.models.weights import iter_weights
+from dualpace.policy.view import Policy
+from dualpace.scheduler.cpu import CpuScheduler
+from dualpace.scheduler.gpu import GpuScheduler
+from dualpace.sim.clock import VirtualClock
+from dualpace.sim.network import Network
+
+PAGE_TOKENS = 16
+STEPS = 64
+
+
+@dataclass
+class Run:
+    """What came out: token ids by request, and which engine made each."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    engines: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Engines:
+    """The product's two engines over real weights; only processes and sockets are left out."""
+
+    def __init__(
+        self, source: ModelSource, dtype: DType, gpu_pages: int = 600, host_pages: int = 600
+    ) -> None:
+        spec = load_spec(source)
+        page_bytes = spec.page_bytes(PAGE_TOKENS, 4 if dtype == "float32" else 2)
+        self.config = EngineConfig(
+            model=str(source.path),
+            load_format="auto",
+            dtype=dtype,
+            device="cpu",
+            policy="dualpace",
+            max_model_len=spec.max_position_embeddings,
+            max_num_seqs=256,
+            max_num_batched_tokens=512,
+            page_tokens=PAGE_TOKENS,
+            page_bytes=page_bytes,
+            gpu_pages=gpu_pages,
+            gpu_memory_utilization=0.9,
+            gpu_threads=2,
+            host_pages=host_pages,
+            cpu_ids=(0,),
+            cpu_isa="auto",
+            seed=0,
+        )
+        arena = bytearray(host_pages * page_bytes)
+        model = CpuModel(spec, iter_weights(source, spec, dtype), dtype=dtype, cores=(0,))
+        self.cpu: Executor = CpuExecutor(model, arena, PAGE_TOKENS, lambda: None)
+        self.gpu: Executor = TorchExecutor(
+            self.config, spec, iter_weights(source, spec, dtype), arena=arena, wake=lambda: None
+        )
+
+    def run(self, policy: Policy, states: list[RequestState]) -> Run:
+        """Serve `states`, all submitted at once, until each has finished."""
+        config = self.config
+        clock = VirtualClock()
+        network = Network(clock, lambda sender, to: 0.0)
+        frontend = network.port(FRONTEND, lambda: None)
+        schedulers = (
+            GpuScheduler(policy, config.gpu_pages or 0, PAGE_TOKENS, 256, 512),
+            CpuScheduler(policy, config.host_pages, PAGE_TOKENS, 256),
+        )
+        loops = [
+            EngineLoop(scheduler, executor, network.port(name, lambda: None), clock)
+            for scheduler, executor, name in zip(
+                schedulers, (self.gpu, self.cpu), (GPU, CPU), strict=True
+            )
+        ]
+        frontend.send(GPU, PeerUp(1, "", config.host_pages))
+        for state in states:
+            frontend.send(GPU, Submit(state))
+        run = Run({state.id: [] for state in states}, {state.id: [] for state in states})
+        unfinished = len(states)
+        while unfinished:
+            clock.run()
+            for loop in loops:
+                loop.step()
+                clock.run()
+            # Both engines' steps run at the same time; then both are committed.
+            tickets = [step[1] for loop in loops for step in loop.steps]
+            tickets += [copy[1] for loop in loops for copy in loop.copies]
+            wait([ticket for ticket in tickets if isinstance(ticket, Future)])
+            for envelope in frontend.drain():
+                body = envelope.body
+                assert isinstance(body, Tokens) or "Stats" in type(body).__name__, body
+                for event in body.events if isinstance(body, Tokens) else ():
+                    unfinished -= _record(run, event, envelope.sender)
+        for _ in range(4):  # let the endings be acknowledged
+            clock.run()
+            for loop in loops:
+                loop.step()
+        for scheduler in schedulers:
+            scheduler.check_integrity()
+            scheduler.pool.check_integrity(idle=True)
+            assert not scheduler.tombstones
+        return run
+
+    def close(self) -> None:
+        self.gpu.close()
+        self.cpu.close()
+
+
+def _record(run: Run, event: TokenEvent, engine: str) -> bool:
+    assert event.index == len(run.tokens[event.request_id])
+    run.tokens[event.request_id].append(event.token_id)
+    run.engines[event.request_id].append(engine)
+    return event.finish is not None
+
+
+MakeEngines = Callable[[ModelSource], Engines]
+
+
+@pytest.fixture(scope="session")
+def make_engines() -> Iterator[MakeEngines]:
+    """Engines of a checkpoint in fp32, built once for all tests that ask for the same."""
+    made: dict[ModelSource, Engines] = {}
+
+    def make(source: ModelSource) -> Engines:
+        if source not in made:
+            made[source] = Engines(source, "float32")
+        return made[source]
+
+    yield make
+    for engines in made.values():
+        engines.close()
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens of a transformers model, no end of sequence heeded."""
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    assert len(tokens) == count
+    return tokens
+
+
+@dataclass
+class Checkpoint:
+    """A model on disk, prompts for it, and what transformers answers in fp32."""
+
+    source: ModelSource
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Checkpoint:
+    """The embedded model; the oracle reads the GGUF file by transformers' own loader."""
+    source = resolve("smollm2")
+    model = AutoModelForCausalLM.from_pretrained(
+        source.path.parent, gguf_file=source.path.name, dtype=torch.float32
+    )
+    # "What is the capital of France?" and "Once upon a time", in SmolLM2's vocabulary.
+    prompts = [[1780, 314, 260, 3575, 282, 4649, 47], [7900, 2402, 253, 655]]
+    return Checkpoint(source, prompts, [greedy(model, prompt, STEPS) for prompt in prompts])
+
+
+@pytest.fixture(scope="session", params=["smollm2", "group1", "group3", "group4", "group8"])
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    """SmolLM2, and random weights with that many query heads per KV head."""
+    if request.param == "smollm2":
+        smollm2: Checkpoint = request.getfixturevalue("smollm2")
+        return smollm2
+    return _tiny_llama(int(request.param.removeprefix("group")), tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint that starts in an instant."""
+    return _tiny_llama(3, tmp_path_factory)
+
+
+def _tiny_llama(group: int, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Random weights in a shape where head_dim is not hidden / heads."""
+    torch.manual_seed(group)
+    config = LlamaConfig(
+        vocab_size=331,
+        hidden_size=48,
+        intermediate_size=88,
+        num_hidden_layers=3,
+        num_attention_heads=2 * group,
+        num_key_value_heads=2,
+        head_dim=20,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        tie_word_embeddings=group % 2 == 0,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder)
+    prompts = [torch.randint(3, 331, (n,)).tolist() for n in (1, 15, 16, 17, 40)]
+    answers = [greedy(model, prompt, STEPS) for prompt in prompts]
+    return Checkpoint(ModelSource(Path(folder), "hf"), prompts, answers)

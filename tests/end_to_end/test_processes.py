@@ -1,0 +1,197 @@
+"""Real processes: engines that die in mid-decode, parents that die, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from dualpace.core.config import EngineOptions
+from dualpace.core.errors import EngineError
+from dualpace.core.sampling import SamplingParams
+from dualpace.wiring import Server
+
+OUTPUT_TOKENS = 600
+NUM_REQUESTS = 6
+
+
+def options(tiny: Any, **more: Any) -> EngineOptions:
+    """Two seats on the GPU, so that most requests live on the host. Exact arithmetic."""
+    given = {
+        "model": str(tiny.source.path),
+        "tokenizer": "smollm2",
+        "dtype": "float32",
+        "device": "cpu",
+        "page_tokens": 16,
+        "gpu_kv_tokens": 1400,
+        "host_kv_size": "64MiB",
+        **more,
+    }
+    return EngineOptions(**given)
+
+
+@asynccontextmanager
+async def serving(chosen: EngineOptions) -> AsyncIterator[Server]:
+    server = await Server.start(chosen)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def answers(server: Server, tiny: Any, on_token: Callable[[str], None]) -> list[list[int]]:
+    """Greedy answers to requests that run at the same time; `on_token` hears each engine's name."""
+
+    async def one(index: int) -> list[int]:
+        prompt = tiny.prompts[index % len(tiny.prompts)]
+        params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        tokens: list[int] = []
+        async for delta in server.frontend.generate(prompt, params):
+            tokens += delta.token_ids
+            on_token(delta.engine)
+        return tokens
+
+    return await asyncio.gather(*(one(index) for index in range(NUM_REQUESTS)))
+
+
+class KillAfter:
+    """Kills an engine once it has made so many tokens."""
+
+    def __init__(self, server: Server, engine: Any, tokens: int) -> None:
+        self.server, self.engine, self.tokens = server, engine, tokens
+
+    def __call__(self, engine: str) -> None:
+        self.tokens -= engine == self.engine
+        if self.tokens == 0 and engine == self.engine:
+            os.kill(self.server.supervisor.pids[self.engine], signal.SIGKILL)
+
+
+def test_killing_the_cpu_engine_in_mid_decode_loses_nothing(tiny: Any) -> None:
+    async def scenario() -> None:
+        async with serving(options(tiny)) as server:
+            before = await answers(server, tiny, lambda engine: None)
+            assert [len(tokens) for tokens in before] == [OUTPUT_TOKENS] * NUM_REQUESTS
+            assert [tokens[:64] for tokens in before[:5]] == tiny.answers
+            first = server.supervisor.pids["cpu"]
+            again = await answers(server, tiny, KillAfter(server, "cpu", 700))
+            assert again == before
+            while server.frontend.missing:
+                await asyncio.sleep(0.05)
+            assert server.supervisor.pids["cpu"] != first
+            engines: set[str] = set()
+            assert await answers(server, tiny, engines.add) == before
+            assert engines == {"gpu", "cpu"}
+            metrics = server.frontend.metrics.render().decode()
+            assert 'dualpace_engine_restarts_total{engine="cpu"} 1.0' in metrics
+
+    asyncio.run(scenario())
+
+
+def test_when_the_gpu_engine_dies_streams_end_with_an_error_and_service_returns(tiny: Any) -> None:
+    async def scenario() -> None:
+        async with serving(options(tiny)) as server:
+            with pytest.raises(EngineError):
+                await answers(server, tiny, KillAfter(server, "gpu", 200))
+            while server.frontend.missing:
+                await asyncio.sleep(0.05)
+            again = await answers(server, tiny, lambda engine: None)
+            assert [tokens[:64] for tokens in again[:5]] == tiny.answers
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_start_says_why(tiny: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in tiny.source.path.iterdir():
+        data = file.read_bytes()
+        (broken / file.name).write_bytes(
+            data[: len(data) // 2] if "safetensors" in file.name else data
+        )
+    with pytest.raises(EngineError, match=r"model\.safetensors"):
+        asyncio.run(Server.start(options(tiny, model=str(broken))))
+
+
+@pytest.fixture
+def command(tiny: Any) -> list[str]:
+    return [
+        sys.executable, "-m", "dualpace.cli.main", "serve", str(tiny.source.path),
+        "--tokenizer", "smollm2", "--device", "cpu", "--host-kv-size", "64MiB",
+        "--served-model-name", "tiny", "--port", "0",
+    ]  # fmt: skip
+
+
+def start(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A server process and the address it says it serves on."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file, stdout=file)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        for line in log.read_text().splitlines():
+            if "serving" in line and "http://" in line:
+                return process, line[line.index("http://") :]
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(log.read_text())
+
+
+def engines_of(parent: int) -> list[int]:
+    """Process ids of the parent's children."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_server_however_it_ends(
+    how: signal.Signals, command: list[str], tmp_path: Path
+) -> None:
+    process, address = start(command, tmp_path / "log")
+    engines = engines_of(process.pid)
+    assert len(engines) == 2
+    assert httpx.get(f"{address}/ready").status_code == 200
+    process.send_signal(how)
+    code = process.wait(30)
+    assert code == (-signal.SIGKILL if how == signal.SIGKILL else 0)
+    deadline = time.monotonic() + 10
+    while any(map(runs, engines)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(runs, engines))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--gpu-kv-tokens", "-1"], "--gpu-kv-tokens"),
+        (["--host-kv-size", "lots"], "--host-kv-size"),
+        (["--host-kv-size", "900TiB"], "host memory"),
+        (["--device", "cuda"], "no NVIDIA GPU"),
+        (["--policy", "fastest"], "dualpace"),
+        (["--max-model-len", "999999"], "--max-model-len"),
+        (["--cpu-cores", "4096"], "--cpu-cores"),
+        (["--gpu-kv-tokens", "0", "--host-kv-size", "0"], "no room for KV"),
+    ],
+)
+def test_a_wrong_option_is_named_before_anything_starts(
+    arguments: list[str], complaint: str, command: list[str]
+) -> None:
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,136 @@
+"""The same tokens, whoever makes them: both engines, any batch, a handoff at any position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from dualpace.core.plan import Tier
+from dualpace.core.request import RequestState
+from dualpace.core.sampling import DecodeParams
+from dualpace.policy.chunks import prefill_budget, prefill_chunks
+from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView
+
+STEPS = 64
+
+
+class SwitchPolicy:
+    """Starts every request on one tier, and moves it to the other once it has so many tokens.
+
+    A request without an entry in `switch_at` stays where it starts. On the host it is held at its
+    switching point until it has been recalled, so that the handoff falls on that very token.
+    """
+
+    uses_host = True
+
+    def __init__(self, start: Tier, switch_at: dict[str, int] | None = None) -> None:
+        self.start = start
+        self.switch_at = switch_at or {}
+
+    def plan_gpu(self, view: GpuView) -> GpuDecision:
+        waiting = tuple(row.id for row in view.waiting)
+        at = self.switch_at.get
+        return GpuDecision(
+            admit=waiting if self.start == "gpu" else (),
+            reserve=waiting if self.start == "host" else (),
+            demote=tuple(row.id for row in view.decoding if row.tokens == at(row.id))
+            if self.start == "gpu"
+            else (),
+            promote=tuple(row.id for row in view.host if row.tokens == at(row.id))
+            if self.start == "host"
+            else (),
+            prefill=prefill_chunks(
+                (*view.prefilling, *(view.waiting if self.start == "gpu" else ())),
+                prefill_budget(view, len(view.decoding)),
+                view.page_tokens,
+            ),
+        )
+
+    def plan_cpu(self, view: CpuView) -> CpuDecision:
+        held = self.switch_at if self.start == "host" else {}
+        return CpuDecision(run=tuple(row.id for row in view.rows if row.tokens != held.get(row.id)))
+
+
+def requests(prompts: list[list[int]], **params: Any) -> list[RequestState]:
+    settings = DecodeParams(**{"max_tokens": STEPS, **params})
+    return [
+        RequestState(f"r{i}", i, 0, list(prompt), [], settings) for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize("tier", ["gpu", "host"])
+def test_greedy_tokens_equal_transformers(
+    checkpoint: Any, tier: Tier, make_engines: Callable[..., Any]
+) -> None:
+    run = make_engines(checkpoint.source).run(SwitchPolicy(tier), requests(checkpoint.prompts))
+    assert list(run.tokens.values()) == checkpoint.answers
+    # The first token is always the prefilling engine's.
+    maker = "gpu" if tier == "gpu" else "cpu"
+    assert {tuple(engines) for engines in run.engines.values()} == {("gpu", *[maker] * (STEPS - 1))}
+
+
+@pytest.mark.parametrize("start", ["gpu", "host"])
+def test_a_handoff_at_any_position_changes_no_token(
+    checkpoint: Any, start: Tier, make_engines: Callable[..., Any]
+) -> None:
+    prompt, answer = checkpoint.prompts[0], checkpoint.answers[0]
+    states = requests([prompt] * (STEPS - 1))
+    # Request i changes its engine when it has i + 1 output tokens.
+    switch_at = {state.id: len(prompt) + i + 1 for i, state in enumerate(states)}
+    run = make_engines(checkpoint.source).run(SwitchPolicy(start, switch_at), states)
+    first, second = ("gpu", "cpu") if start == "gpu" else ("cpu", "gpu")
+    for i, state in enumerate(states):
+        assert run.tokens[state.id] == answer
+        expected = ["gpu"] + [first] * i + [second] * (STEPS - 1 - i)
+        assert run.engines[state.id] == expected
+
+
+def test_seeded_sampling_is_the_same_on_either_engine_and_in_any_batch(
+    smollm2: Any, make_engines: Callable[..., Any]
+) -> None:
+    engines = make_engines(smollm2.source)
+    styles: list[dict[str, Any]] = [
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 1.3, "top_k": 40, "seed": 2},
+        {"temperature": 1.0, "top_p": 0.9, "seed": 3},
+        {"temperature": 1.0, "min_p": 0.05, "top_p": 0.95, "top_k": 100, "seed": 2**64 - 1},
+    ]
+    states = [
+        RequestState(
+            f"r{i}", i, 0, smollm2.prompts[i % 2], [], DecodeParams(max_tokens=24, **style)
+        )
+        for i, style in enumerate(styles)
+    ]
+
+    def run(policy: SwitchPolicy, some: list[RequestState]) -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = engines.run(policy, msgspec.convert(
+            msgspec.to_builtins(some), list[RequestState]
+        )).tokens  # fmt: skip
+        return tokens
+
+    on_gpu = run(SwitchPolicy("gpu"), states)
+    assert run(SwitchPolicy("host"), states) == on_gpu
+    moving = {state.id: len(state.prompt) + 5 + i for i, state in enumerate(states)}
+    assert run(SwitchPolicy("gpu", moving), states) == on_gpu
+    for state in states:
+        assert run(SwitchPolicy("host"), [state]) == {state.id: on_gpu[state.id]}
+    assert len({tuple(tokens) for tokens in on_gpu.values()}) == len(states)
+
+
+def test_min_tokens_holds_stop_ids_back_on_either_engine(
+    smollm2: Any, make_engines: Callable[..., Any]
+) -> None:
+    engines = make_engines(smollm2.source)
+    prompt, answer = smollm2.prompts[0], smollm2.answers[0]
+    stop_id = answer[3]
+    for tier in ("gpu", "host"):
+        ended = engines.run(SwitchPolicy(tier), requests([prompt], stop_ids=(stop_id,)))
+        assert ended.tokens["r0"] == answer[: answer.index(stop_id) + 1]
+        held = engines.run(
+            SwitchPolicy(tier), requests([prompt], stop_ids=(stop_id,), min_tokens=20)
+        )
+        assert len(held.tokens["r0"]) >= 20
+        assert stop_id not in held.tokens["r0"][:20]

@@ -1,0 +1,119 @@
+"""A tiny random Llama, and an executor over it on the CPU stand-in and on a GPU if there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dualpace.core.config import EngineConfig
+from dualpace.core.model_spec import ModelSpec
+from dualpace.gpu.executor import TorchExecutor
+from dualpace.models.registry import ModelSource
+from dualpace.models.spec import load_spec
+from dualpace.models.weights import iter_weights
+
+PAGE_TOKENS = 16
+GPU_PAGES = 12
+HOST_PAGES = 16
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSource, Any]:
+    """(source, the fp32 model of transformers)"""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=151,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(config).eval().float()
+    folder = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder)
+    return ModelSource(Path(folder), "hf"), model
+
+
+@pytest.fixture(scope="session")
+def spec(checkpoint: tuple[ModelSource, Any]) -> ModelSpec:
+    return load_spec(checkpoint[0])
+
+
+@pytest.fixture(scope="session")
+def config(spec: ModelSpec) -> EngineConfig:
+    return EngineConfig(
+        model="tiny",
+        load_format="auto",
+        dtype="float32",
+        device="cpu",
+        policy="dualpace",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        page_tokens=PAGE_TOKENS,
+        page_bytes=spec.page_bytes(PAGE_TOKENS, 4),
+        gpu_pages=GPU_PAGES,
+        gpu_memory_utilization=0.9,
+        gpu_threads=1,
+        host_pages=HOST_PAGES,
+        cpu_ids=(0,),
+        cpu_isa="auto",
+        seed=0,
+    )
+
+
+@pytest.fixture
+def arena(config: EngineConfig) -> bytearray:
+    # All ones is a NaN in every float format: whoever reads an unwritten page finds out.
+    return bytearray(b"\xff" * (HOST_PAGES * config.page_bytes))
+
+
+needs_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def executor(
+    request: pytest.FixtureRequest,
+    checkpoint: tuple[ModelSource, Any],
+    spec: ModelSpec,
+    config: EngineConfig,
+    arena: bytearray,
+) -> Iterator[TorchExecutor]:
+    weights = iter_weights(checkpoint[0], spec, "float32")
+    config = msgspec.structs.replace(config, device=request.param)
+    executor = TorchExecutor(config, spec, weights, arena=arena, wake=lambda: None)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture(scope="session")
+def greedy(checkpoint: tuple[ModelSource, Any]) -> Callable[[list[int], int], list[int]]:
+    """greedy(prompt, n) -> n tokens of transformers' own generate"""
+
+    def generate(prompt: list[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        out = checkpoint[1].generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=150,
+        )
+        return [int(token) for token in out[0, len(prompt) :]]
+
+    return generate

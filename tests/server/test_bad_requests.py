@@ -1,0 +1,220 @@
+"""Whatever a client sends, it gets an error of OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "the"}]
+
+
+def _says(**fields):
+    return {"messages": [{"role": "user", **fields}]}
+
+
+async def _refused(http, response, status, param):
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param
+    alive = await http.post(COMPLETIONS, json={"prompt": "the", "max_tokens": 1})
+    assert alive.status_code == 200
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 10**30}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 10**18}, "n"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"seed": 2**70}, "seed"),
+        ({"seed": "x"}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", 5]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 1025}, "stop"),
+        ({"stop_token_ids": [10**25]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options"),
+        ({"model": 5}, "model"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"logit_bias": {"5": 100}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_fields_of_both_endpoints(http, path, fields, param):
+    if path == CHAT and param == "min_tokens":
+        fields = {**fields, "max_tokens": 16}
+    base = {"prompt": "the"} if path == COMPLETIONS else {"messages": HELLO}
+    response = await http.post(path, json={**base, **fields})
+    error = await _refused(http, response, 400, param)
+    if param in ("logprobs", "tools", "logit_bias", "best_of"):
+        assert "not supported" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [[[1]]]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": 1.5}, "prompt"),
+        ({"prompt": [1, 10**9]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**400]}, "prompt"),
+        ({"prompt": [1] * 100}, "prompt"),
+        ({"prompt": "a" * 5000}, "prompt"),
+        ({"prompt": ["a"] * 5000}, "prompt"),
+        ({"prompt": ["a"] * 50, "n": 128}, "n"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ],
+)
+async def test_prompts(http, body, param):
+    await _refused(http, await http.post(COMPLETIONS, json=body), 400, param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "messages"),
+        (_says(), "messages"),
+        (_says(content=None), "messages"),
+        (_says(content=5), "messages"),
+        (_says(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages"),
+        (_says(content=[{"type": "text"}]), "messages"),
+        (_says(content="a" * 500), "messages"),
+        (_says(content="a", tool_calls=[{"id": "1"}]), "messages"),
+        ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
+    ],
+)
+async def test_messages(http, body, param):
+    await _refused(http, await http.post(CHAT, json=body), 400, param)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"prompt"',
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 20_000 + b"]" * 20_000,
+        b'{"prompt": ' + b"[" * 5_000 + b"]" * 5_000 + b"}",
+        b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}",
+        b'{"prompt": "a",}',
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_bodies_that_are_no_request(http, path, body):
+    response = await http.post(path, content=body, headers={"Content-Type": "application/json"})
+    await _refused(http, response, 400, None)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty"])
+async def test_numbers_that_are_none(http, field, number):
+    body = f'{{"prompt": "a", "{field}": {number}}}'
+    headers = {"Content-Type": "application/json"}
+    await _refused(http, await http.post(COMPLETIONS, content=body, headers=headers), 400, field)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "json"])
+async def test_other_content_types(http, kind):
+    body = json.dumps({"prompt": "a"})
+    response = await http.post(COMPLETIONS, content=body, headers={"Content-Type": kind})
+    await _refused(http, response, 400, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "param"),
+    [
+        ("GET", "/", 404, None),
+        ("POST", "/v1/nothing", 404, None),
+        ("POST", "/v1/completions/", 404, None),
+        ("GET", "/v1/models/other", 404, "model"),
+        ("GET", COMPLETIONS, 405, None),
+        ("DELETE", "/v1/models", 405, None),
+    ],
+)
+async def test_other_routes(http, method, path, status, param):
+    await _refused(http, await http.request(method, path), status, param)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_an_unknown_model(http, path):
+    body = {"model": "gpt-9", "prompt": "a", "messages": HELLO}
+    error = await _refused(http, await http.post(path, json=body), 404, "model")
+    assert error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_over_the_limit(http, chunked):
+    async def pieces():
+        for _ in range(30):
+            yield b" " * 10_000
+
+    body = pieces() if chunked else b" " * 300_000
+    headers = {"Content-Type": "application/json"}
+    await _refused(http, await http.post(COMPLETIONS, content=body, headers=headers), 413, None)
+
+
+async def test_a_prompt_larger_than_any_pool(http, served):
+    served.ready(gpu=10, cpu=20)
+    response = await http.post(COMPLETIONS, json={"prompt": [1] * 20})
+    error = await _refused(http, response, 400, "prompt")
+    assert "21" in error["message"]
+    assert "gpu 10, cpu 20" in error["message"]
