@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 
 #include "linear.h"
 
@@ -32,8 +33,9 @@ size_t CacheShape::page_bytes() const {
 }
 
 size_t CacheShape::offset(int layer, int which, int kv_head) const {
-  return head_bytes() * (static_cast<size_t>(layer * 2 + which) * static_cast<size_t>(num_kv_heads) +
-                         static_cast<size_t>(kv_head));
+  const size_t heads = static_cast<size_t>(num_kv_heads);
+  return head_bytes() *
+         (static_cast<size_t>(layer * 2 + which) * heads + static_cast<size_t>(kv_head));
 }
 
 void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int page_tokens,

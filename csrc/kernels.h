@@ -1,8 +1,8 @@
 // The table of kernels that every instruction set provides, and the layouts they agree on.
 //
-// Knows raw pointers and sizes only. Each table lives in a translation unit of its own, compiled
-// with its own flags. This header must therefore never hold code: an inline function compiled with
-// AVX2 flags in one unit could be the copy that the linker keeps for all of them (SIGILL).
+// Knows raw pointers and sizes only. Each table lives in translation units of its own, compiled
+// with their own flags. This header must therefore never hold code: an inline function compiled
+// with AVX2 flags in one unit could be the copy that the linker keeps for all of them (SIGILL).
 //
 // Packed weights. A linear layer W[n][k] is stored as panels of 16 output columns:
 //   bfloat16  [ceil(n/16)][kPad/2][16][2]   pairs along k in one 32-bit word

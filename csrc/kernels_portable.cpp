@@ -11,9 +11,11 @@ struct Float32 {
   typedef float Element;
   static float load(const float* p) { return *p; }
   static void store(float* p, float x) { *p = x; }
-  // Element (k, column) of a packed panel.
-  static float weight(const void* panel, int k, int column) {
-    return static_cast<const float*>(panel)[k * kPanel + column];
+  // The weights of 16 columns at k and k + 1, k even.
+  static void pair(const void* panel, int k, float* even, float* odd) {
+    const float* w = static_cast<const float*>(panel) + k * kPanel;
+    memcpy(even, w, kPanel * sizeof(float));
+    memcpy(odd, w + kPanel, kPanel * sizeof(float));
   }
 };
 
@@ -34,24 +36,48 @@ struct BFloat16 {
       *p = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
     }
   }
-  static float weight(const void* panel, int k, int column) {
-    return load(static_cast<const uint16_t*>(panel) + (k / 2) * 2 * kPanel + column * 2 + k % 2);
+  static void pair(const void* panel, int k, float* even, float* odd) {
+    const uint16_t* w = static_cast<const uint16_t*>(panel) + k * kPanel;
+    uint32_t low[kPanel], high[kPanel];
+    for (int j = 0; j < kPanel; ++j) {
+      low[j] = static_cast<uint32_t>(w[2 * j]) << 16;
+      high[j] = static_cast<uint32_t>(w[2 * j + 1]) << 16;
+    }
+    memcpy(even, low, sizeof low);
+    memcpy(odd, high, sizeof high);
   }
 };
+
+// R rows at a time, so that widened weights are used more than once.
+template <class T, int R>
+void linear_rows(const float* a, size_t lda, int k, const void* panel, const float* bias, float* c,
+                 size_t ldc, int accumulate) {
+  float sum[R][kPanel] = {};
+  for (int i = 0; i < k; i += 2) {
+    float even[kPanel], odd[kPanel];
+    T::pair(panel, i, even, odd);
+    for (int r = 0; r < R; ++r) {
+      const float x = a[r * lda + i], y = a[r * lda + i + 1];
+      for (int j = 0; j < kPanel; ++j) sum[r][j] += x * even[j] + y * odd[j];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    float* y = c + r * ldc;
+    for (int j = 0; j < kPanel; ++j) {
+      y[j] = sum[r][j] + (bias ? bias[j] : 0.0f) + (accumulate ? y[j] : 0.0f);
+    }
+  }
+}
 
 template <class T>
 void linear(const float* a, size_t lda, int m, int k, const void* panel, const float* bias,
             float* c, size_t ldc, int accumulate) {
-  for (int row = 0; row < m; ++row) {
-    float sum[kPanel] = {};
-    const float* x = a + row * lda;
-    for (int i = 0; i < k; ++i) {
-      for (int j = 0; j < kPanel; ++j) sum[j] += x[i] * T::weight(panel, i, j);
-    }
-    float* y = c + row * ldc;
-    for (int j = 0; j < kPanel; ++j) {
-      y[j] = sum[j] + (bias ? bias[j] : 0.0f) + (accumulate ? y[j] : 0.0f);
-    }
+  int row = 0;
+  for (; row + 4 <= m; row += 4) {
+    linear_rows<T, 4>(a + row * lda, lda, k, panel, bias, c + row * ldc, ldc, accumulate);
+  }
+  for (; row < m; ++row) {
+    linear_rows<T, 1>(a + row * lda, lda, k, panel, bias, c + row * ldc, ldc, accumulate);
   }
 }
 

@@ -72,8 +72,8 @@ void run_linear(const KernelTable& kernels, const Linear& linear, const float* a
   }
 }
 
-void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const float* a, size_t lda, int m,
-                float* out, size_t ldo, float* tile, int part, int parts) {
+void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const float* a, size_t lda,
+                int m, float* out, size_t ldo, float* tile, int part, int parts) {
   float* up = tile + static_cast<size_t>(m) * kPanel;
   const auto linear = kernels.linear[gate_up.dtype];
   const Range mine = share(gate_up.num_panels() / 2, part, parts);

@@ -51,9 +51,9 @@ struct Source {
   float at(size_t index) const;
 };
 
-// Writes source rows [first, last) as output columns of `linear`. Row r becomes column `column + r`;
-// with `interleave` 2, panels are dealt out in turn (panel 2i + `offset` has rows 16i…), which puts
-// gate and up side by side.
+// Writes source rows [first, last) as output columns of `linear`. Row r becomes column `column` + r,
+// and with `interleave` 2 panels are dealt out in turn (panel 2i + `offset` has rows 16i …), which
+// puts gate and up side by side.
 void pack_rows(const Linear& linear, const Source& source, int first, int last, int column,
                int interleave, int offset);
 
@@ -66,13 +66,13 @@ struct Range {
 };
 Range share(int count, int part, int parts);
 
-// c[m][n] = a[m][k] · Wᵀ (+ bias) (+ c): the columns of one thread. `a` has activation_stride-like
-// rows; c has ldc >= round_up(n, kPanel).
+// c[m][n] = a[m][k] · Wᵀ (+ bias) (+ c): the columns of one thread. Rows of `a` are
+// activation_stride(k) apart, those of c at least round_up(n, kPanel).
 void run_linear(const KernelTable& kernels, const Linear& linear, const float* a, size_t lda, int m,
                 float* c, size_t ldc, bool accumulate, int part, int parts);
 
 // out[m][n/2] = silu(gate) * up, for interleaved gate and up weights. `tile` holds 2 * 16 * m.
-void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const float* a, size_t lda, int m,
-                float* out, size_t ldo, float* tile, int part, int parts);
+void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const float* a, size_t lda,
+                int m, float* out, size_t ldo, float* tile, int part, int parts);
 
 }  // namespace dualpace

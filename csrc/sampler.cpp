@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <limits>
 
 namespace dualpace {
@@ -10,6 +11,12 @@ namespace {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 constexpr double kLn2 = 0.6931471805599453;
+
+// Of the histogram for top_p: the last bucket takes everything beyond 40 below the maximum.
+constexpr size_t kNumBuckets = 641;
+constexpr double kBucketsPerUnit = 16.0;
+// e^-60 times any vocabulary is less than a rounding error of a sum that has a 1 in it.
+constexpr double kNoMass = 60.0;
 
 // The finaliser of splitmix64.
 uint64_t mix(uint64_t x) {
@@ -54,38 +61,39 @@ int32_t Sampler::sample(float* logits, int vocab, const SamplingRow& row) {
   // Not finite: greedy (x / 0), nothing left to choose from, or a logit beyond all others.
   if (row.temperature == 0.0 || !std::isfinite(maximum)) return best;
 
-  kept_.clear();
-  for (int32_t i = 0; i < vocab; ++i) {
-    const double scaled = static_cast<double>(logits[i]) / row.temperature;
-    if (scaled == -std::numeric_limits<double>::infinity()) continue;
-    kept_.push_back({scaled, i});
-  }
-  if (row.top_k > 0 && row.top_k < static_cast<int64_t>(kept_.size())) {
-    // Over all logits: min_p never removes a token above one that it keeps.
-    keep_top_k(row.top_k);
-  }
-  if (row.min_p > 0.0) {
-    std::erase_if(kept_, [&](const Candidate& each) {
-      return !(std::exp(each.scaled - maximum) >= row.min_p);
-    });
-  }
-  if (row.top_p < 1.0) keep_top_p(row.top_p, maximum);
-
   const uint64_t key = mix(row.seed + kGolden * (static_cast<uint64_t>(row.position) + 1));
   const auto hash_of = [key](int32_t id) {
     return mix(key + kGolden * (static_cast<uint64_t>(id) + 1));
   };
   // The most likely token first: with its score most others need no logarithm.
   double best_score = maximum + gumbel(hash_of(best));
-  for (const Candidate& each : kept_) {
-    const uint64_t hash = hash_of(each.id);
-    if (each.scaled + gumbel_bound(hash) < best_score) continue;
-    const double score = each.scaled + gumbel(hash);
-    if (score > best_score || (score == best_score && each.id < best)) {
+  const auto consider = [&](double scaled, int32_t id) {
+    const uint64_t hash = hash_of(id);
+    if (scaled + gumbel_bound(hash) < best_score) return;
+    const double score = scaled + gumbel(hash);
+    if (score > best_score || (score == best_score && id < best)) {
       best_score = score;
-      best = each.id;
+      best = id;
     }
+  };
+
+  const bool some_k = row.top_k > 0 && row.top_k < vocab;
+  if (!some_k && row.min_p <= 0.0 && row.top_p >= 1.0) {
+    for (int32_t i = 0; i < vocab; ++i) {
+      consider(static_cast<double>(logits[i]) / row.temperature, i);
+    }
+    return best;
   }
+  kept_.clear();
+  for (int32_t i = 0; i < vocab; ++i) {
+    const double scaled = static_cast<double>(logits[i]) / row.temperature;
+    if (row.min_p > 0.0 && !(std::exp(scaled - maximum) >= row.min_p)) continue;
+    kept_.push_back({scaled, i});
+  }
+  // The k-th largest of all is also the k-th largest of those that min_p keeps, if there are k.
+  if (some_k && row.top_k < static_cast<int64_t>(kept_.size())) keep_top_k(row.top_k);
+  if (row.top_p < 1.0) keep_top_p(row.top_p, maximum);
+  for (const Candidate& each : kept_) consider(each.scaled, each.id);
   return best;
 }
 
@@ -98,25 +106,39 @@ void Sampler::keep_top_k(int64_t top_k) {
   std::erase_if(kept_, [&](const Candidate& each) { return each.scaled < threshold; });
 }
 
+// Sorting all of a large vocabulary would take longer than the model. So first a histogram of the
+// mass by distance from the maximum, which tells down to where the prefix can reach, and then the
+// exact rule on the few above.
 void Sampler::keep_top_p(double top_p, double maximum) {
-  const auto before = [](const Candidate& a, const Candidate& b) {
-    return a.scaled > b.scaled || (a.scaled == b.scaled && a.id < b.id);
+  const auto bucket = [maximum](const Candidate& each) {
+    const double distance = (maximum - each.scaled) * kBucketsPerUnit;
+    return distance < kNumBuckets - 1 ? static_cast<size_t>(distance) : kNumBuckets - 1;
   };
+  double mass[kNumBuckets] = {};
   double total = 0.0;
-  for (const Candidate& each : kept_) total += std::exp(each.scaled - maximum);
-  // Sorts a prefix only, and twice as much each time that it was not enough.
-  double mass = 0.0;
-  size_t done = 0;
-  for (size_t sorted = 0; sorted < kept_.size();) {
-    const size_t next = std::min(kept_.size(), std::max<size_t>(256, 2 * sorted));
-    const auto from = kept_.begin() + static_cast<std::ptrdiff_t>(sorted);
-    std::partial_sort(from, kept_.begin() + static_cast<std::ptrdiff_t>(next), kept_.end(), before);
-    for (sorted = next; done < sorted;) {
-      mass += std::exp(kept_[done++].scaled - maximum);
-      if (mass >= top_p * total) {
-        kept_.resize(done);
-        return;
-      }
+  for (const Candidate& each : kept_) {
+    const double distance = maximum - each.scaled;
+    if (distance > kNoMass) continue;
+    const double weight = std::exp(-distance);
+    mass[bucket(each)] += weight;
+    total += weight;
+  }
+  const double target = top_p * total;
+  size_t last = 0;
+  // A little more than the target: these sums are rounded in another order than the one below.
+  for (double sum = mass[0]; last + 1 < kNumBuckets && sum < target * (1.0 + 1e-9);) {
+    sum += mass[++last];
+  }
+  std::erase_if(kept_, [&](const Candidate& each) { return bucket(each) > last; });
+  std::sort(kept_.begin(), kept_.end(), [](const Candidate& a, const Candidate& b) {
+    return a.scaled > b.scaled || (a.scaled == b.scaled && a.id < b.id);
+  });
+  double sum = 0.0;
+  for (size_t i = 0; i < kept_.size(); ++i) {
+    sum += std::exp(kept_[i].scaled - maximum);
+    if (sum >= target) {
+      kept_.resize(i + 1);
+      return;
     }
   }
 }

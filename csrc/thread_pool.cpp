@@ -10,6 +10,7 @@
 #include <climits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace dualpace {
 namespace {
@@ -31,7 +32,8 @@ inline void pause_cpu() {
 }
 
 long futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
-  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, nullptr, nullptr, 0);
+  uint32_t* address = reinterpret_cast<uint32_t*>(word);
+  return syscall(SYS_futex, address, operation, value, nullptr, nullptr, 0);
 }
 
 cpu_set_t single_cpu(int cpu) {
@@ -96,7 +98,8 @@ ThreadPool::ThreadPool(std::vector<int> cpu_ids)
   }
   for (const int cpu : cpu_ids_) {
     if (cpu < 0 || cpu >= CPU_SETSIZE || !CPU_ISSET(static_cast<size_t>(cpu), &allowed)) {
-      throw std::invalid_argument("CPU " + std::to_string(cpu) + " is not available to this process");
+      throw std::invalid_argument("CPU " + std::to_string(cpu) +
+                                  " is not available to this process");
     }
   }
   workers_.reserve(cpu_ids_.size() - 1);

@@ -31,8 +31,8 @@ class alignas(64) Signal {
 
 class ThreadPool {
  public:
-  // One thread per entry of `cpu_ids`, in that order. Throws std::invalid_argument if it is empty or
-  // names a CPU that this process may not use.
+  // One thread per entry of `cpu_ids`, in that order. Throws std::invalid_argument if there is none
+  // or one names a CPU that this process may not use.
   explicit ThreadPool(std::vector<int> cpu_ids);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;

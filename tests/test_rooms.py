@@ -1,4 +1,4 @@
-"""Importing the light rooms pulls in nothing heavy. The contracts between rooms are import-linter's."""
+"""Importing the light rooms pulls in nothing heavy. What may import what, import-linter checks."""
 
 from __future__ import annotations
 
@@ -24,5 +24,7 @@ import pytest
     ],
 )
 def test_importing_it_loads_no_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -32,7 +32,7 @@ from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, 
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Executor
 from dualpace.cpu.memory import create_arena, host_pages, map_arena
-from dualpace.cpu.threads import choose_cores
+from dualpace.cpu.threads import allowed_cores, choose_cores
 from dualpace.gpu.device import cuda_device_count
 from dualpace.ipc import EnginePort
 from dualpace.kv.pages import pages_for
@@ -118,7 +118,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         page_bytes=page_bytes,
         gpu_pages=gpu_pages,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        gpu_threads=max(1, len(os.sched_getaffinity(0)) - len(cores)) if uses_host else len(cores),
+        gpu_threads=max(1, len(allowed_cores()) - len(cores)) if uses_host else len(cores),
         host_pages=pages,
         cpu_ids=cores,
         cpu_isa=options.cpu_isa,

@@ -206,13 +206,14 @@ def test_the_sampled_token_is_that_of_the_sampler_at_the_next_position(small):
     [
         (row(50, 0, [0]), "token id 50"),
         (row(-1, 0, [0]), "token id -1"),
-        (row(2**40, 0, [0]), "token id"),
+        (row(2**40, 0, [0]), "out of range"),
         (row(1, -1, [0]), "position -1"),
         (row(1, 16, [0]), "position 16"),
         (row(1, 0, []), "position 0"),
         (row(1, 0, [3]), "page id 3"),
         (row(1, 20, [-1, 0]), "page id -1"),
         (row(1, 0, [2**32]), "out of range"),
+        (row(1, 2**70, [0]), "out of range"),
         (row(1, 0, [0], banned=(50,)), "banned id 50"),
         (BatchRow("r", [1, 2], 0, [0], "host", True, GREEDY), "one token per row"),
     ],
@@ -223,6 +224,11 @@ def test_ids_and_positions_out_of_range_are_refused_untouched(small, bad, match)
     with pytest.raises(ValueError, match=match):
         model.decode([row(1, 0, [0]), bad], arena, PAGE_TOKENS)
     assert bytes(arena) == before
+
+
+def test_a_batch_without_rows_is_nothing_to_do(small):
+    model, arena = small
+    assert model.decode([], arena, PAGE_TOKENS).token_ids.tolist() == []
 
 
 def test_an_arena_that_cannot_be_written_is_refused(small):

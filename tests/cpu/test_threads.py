@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dualpace.core.errors import ConfigError
@@ -90,6 +91,14 @@ def test_version_1_quotas_are_read_where_a_container_mounts_its_own_group(machin
         },
     )
     assert cpu_quota(root) == 3.0
+
+
+def test_the_calling_thread_gets_its_affinity_back():
+    before = os.sched_getaffinity(0)
+    engine = _native.Engine(sorted(before)[:1])
+    one = np.zeros((1, 4), np.float32)
+    engine.linear(one, np.zeros((4, 4), np.float32), None, one.copy())
+    assert os.sched_getaffinity(0) == before
 
 
 def test_a_waiting_pool_burns_no_cpu():

@@ -9,7 +9,9 @@ import typer
 from dualpace.cli.bench import bench_app
 from dualpace.cli.chat import chat
 from dualpace.cli.demo import demo
+from dualpace.cli.profile import profile_app
 from dualpace.cli.serve import serve
+from dualpace.cli.simulate import simulate
 from dualpace.core.version import __version__
 
 app = typer.Typer(
@@ -21,7 +23,9 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(chat)
 app.command()(demo)
+app.command()(simulate)
 app.add_typer(bench_app, name="bench")
+app.add_typer(profile_app, name="profile")
 
 
 def _print_version(wanted: bool) -> None:

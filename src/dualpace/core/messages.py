@@ -11,7 +11,7 @@ speaks of a dead one is dropped by the receiver. Messages between two processes 
     GPU -> frontend           Lost
     GPU -> CPU                Reserve, Cancel, Handoff, Recall, Loaded
     CPU -> GPU                Grant, Deny, Release, KeepRow, Return, HostReport
-    engine <-> engine         Gone, GoneAck
+    engine <-> engine         Gone
     supervisor -> GPU         PeerUp, PeerDown (answered with PeerDrained)
     supervisor -> both        Shutdown
 """
@@ -204,13 +204,11 @@ class HostReport(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """The request has ended here and nothing here touches your pages of it any more."""
+    """The request has ended, here or everywhere: end it, and free what you keep for me of it.
 
-    request_id: str
-
-
-class GoneAck(Message, frozen=True):
-    """Nothing that was sent about this request before is still under way."""
+    Sent once nothing here touches the receiver's pages of the request any more. Ids are never used
+    twice within a generation, so it may come late, or from both sides, and do no harm.
+    """
 
     request_id: str
 
@@ -246,7 +244,7 @@ AnyMessage = (
     Submit | Abort | Tokens | Failed | Lost | EngineReady | EngineStats
     | Reserve | Cancel | Handoff | Recall | Loaded
     | Grant | Deny | Release | KeepRow | Return | HostReport
-    | Gone | GoneAck | PeerUp | PeerDown | PeerDrained | Shutdown
+    | Gone | PeerUp | PeerDown | PeerDrained | Shutdown
 )  # fmt: skip
 
 

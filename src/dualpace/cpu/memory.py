@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from dualpace.core.config import format_size
-from dualpace.core.errors import ConfigError
+from dualpace.core.errors import ConfigError, HardwareError
+from dualpace.cpu.cgroups import SYSTEM, control_groups, read_text
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
+UNLIMITED = 2**60  # version 1 groups say so with a very large number
 AUTO_SHARE = 0.5  # of the memory left beside the weights, for "auto"
 
 
-def available_memory(root: Path = CGROUP_ROOT, proc: Path = Path("/proc")) -> int:
+def available_memory(system: Path = SYSTEM) -> int:
     """Bytes that can still be used: the least that the machine or a cgroup above us has left."""
-    return min([_machine_memory(proc), *_cgroup_memory(root, proc)])
+    left = [_left(folder) for folder in control_groups("memory", system)]
+    return min([_machine_memory(system), *(some for some in left if some is not None)])
 
 
 def host_pages(
@@ -55,43 +56,21 @@ def map_arena(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, mmap.MAP_SHARED)
 
 
-def _machine_memory(proc: Path) -> int:
-    for line in (proc / "meminfo").read_text().splitlines():
+def _machine_memory(system: Path) -> int:
+    for line in read_text(system / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo does not tell how much memory is available")
+    raise HardwareError("/proc/meminfo does not tell how much memory is available")
 
 
-def _cgroup_memory(root: Path, proc: Path) -> Iterator[int]:
-    """What is left under each memory limit of our control group and its ancestors (v2 and v1)."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit, usage = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = base / path.lstrip("/")
-        while group.is_relative_to(base):
-            left = _left(group, limit, usage)
-            if left is not None:
-                yield left
-            group = group.parent
+def _left(group: Path) -> int | None:
+    """Bytes left under the group's limit, or None if it has none.
 
-
-def _left(group: Path, limit: str, usage: str) -> int | None:
-    """Bytes left in one control group, page cache that can be dropped counted as left."""
-    try:
-        most = (group / limit).read_text().strip()
-        if most == "max" or int(most) >= 2**60:
-            return None
-        used = int((group / usage).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
+    Page cache that the kernel would drop counts as left.
+    """
+    limit = read_text(group / "memory.max") or read_text(group / "memory.limit_in_bytes")
+    used = read_text(group / "memory.current") or read_text(group / "memory.usage_in_bytes")
+    if not used or not limit.strip().isdigit() or int(limit) >= UNLIMITED:
         return None
-    return max(0, int(most) - used + int(stat.get("inactive_file", 0)))
+    stat = dict(line.split() for line in read_text(group / "memory.stat").splitlines())
+    return max(0, int(limit) - int(used) + int(stat.get("inactive_file", 0)))

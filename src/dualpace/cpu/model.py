@@ -103,30 +103,11 @@ class CpuModel:
             raise ValueError("the CPU engine decodes exactly one token per row")
         out = np.empty(len(rows), np.int32)
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32) if return_logits else None
-        page_offsets, pages = _ragged([row.pages for row in rows])
-        banned_offsets, banned = _ragged([row.banned_ids for row in rows])
-        params = [row.params for row in rows]
         try:
-            tokens = np.array([row.tokens[0] for row in rows], np.int32)
+            arrays = _arrays(rows)
         except OverflowError as error:
-            raise ValueError(f"token id out of range: {error}") from None
-        self._native.decode(
-            arena,
-            page_tokens,
-            tokens,
-            np.array([row.start for row in rows], np.int64),
-            page_offsets,
-            pages,
-            np.array([each.temperature for each in params], np.float64),
-            np.array([each.top_k for each in params], np.int64),
-            np.array([each.top_p for each in params], np.float64),
-            np.array([each.min_p for each in params], np.float64),
-            np.array([each.seed for each in params], np.uint64),
-            banned_offsets,
-            banned,
-            out,
-            logits,
-        )
+            raise ValueError(f"a row's number is out of range: {error}") from None
+        self._native.decode(arena, page_tokens, *arrays, out, logits)
         return Decoded(out, logits)
 
     def _load(self, name: str, array: NDArray[Any]) -> None:
@@ -160,12 +141,40 @@ def _native_config(spec: ModelSpec, dtype: DType) -> _native.ModelConfig:
     )
 
 
+class _Arrays(NamedTuple):
+    """The rows of an iteration as the C++ engine takes them; [M] where nothing else is said."""
+
+    tokens: NDArray[np.int32]
+    positions: NDArray[np.int64]
+    page_offsets: NDArray[np.int64]  # [M + 1]
+    pages: NDArray[np.int32]  # [all rows' pages]
+    temperature: NDArray[np.float64]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    seed: NDArray[np.uint64]
+    banned_offsets: NDArray[np.int64]  # [M + 1]
+    banned: NDArray[np.int32]  # [all rows' banned ids]
+
+
+def _arrays(rows: Sequence[BatchRow]) -> _Arrays:
+    """Raises `OverflowError` for a number that does not fit."""
+    params = [row.params for row in rows]
+    return _Arrays(
+        np.array([row.tokens[0] for row in rows], np.int32),
+        np.array([row.start for row in rows], np.int64),
+        *_ragged([row.pages for row in rows]),
+        np.array([each.temperature for each in params], np.float64),
+        np.array([each.top_k for each in params], np.int64),
+        np.array([each.top_p for each in params], np.float64),
+        np.array([each.min_p for each in params], np.float64),
+        np.array([each.seed for each in params], np.uint64),
+        *_ragged([row.banned_ids for row in rows]),
+    )
+
+
 def _ragged(lists: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Lists of ids as offsets [M + 1] and flat values. Raises `ValueError` beyond 32 bits."""
+    """Lists of ids as offsets [M + 1] and flat values."""
     offsets = np.zeros(len(lists) + 1, np.int64)
     np.cumsum([len(each) for each in lists], out=offsets[1:])
-    try:
-        values = np.fromiter(chain.from_iterable(lists), np.int32, int(offsets[-1]))
-    except OverflowError as error:
-        raise ValueError(f"id out of range: {error}") from None
-    return offsets, values
+    return offsets, np.fromiter(chain.from_iterable(lists), np.int32, int(offsets[-1]))

@@ -7,15 +7,13 @@ some cores to the others (frontend, GPU launch path), which starve if it takes a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from dualpace.core.errors import ConfigError
+from dualpace.cpu.cgroups import SYSTEM, control_groups, read_text
 
-_SYSTEM = Path("/")
 
-
-def choose_cores(requested: int | None = None, *, system: Path = _SYSTEM) -> tuple[int, ...]:
+def choose_cores(requested: int | None = None, *, system: Path = SYSTEM) -> tuple[int, ...]:
     """CPU ids for the engine's threads, in order of use: one thread per core before siblings.
 
     requested: how many (`--cpu-cores`), or None for all that are allowed but a reserve of 3 (1 on
@@ -36,58 +34,32 @@ def choose_cores(requested: int | None = None, *, system: Path = _SYSTEM) -> tup
     return cores[:requested]
 
 
-def allowed_cores(*, system: Path = _SYSTEM) -> tuple[int, ...]:
+def allowed_cores(*, system: Path = SYSTEM) -> tuple[int, ...]:
     """CPU ids that affinity allows, no more than the CPU quota is worth, physical cores first."""
     cpus = _physical_first(sorted(os.sched_getaffinity(0)), system)
     quota = cpu_quota(system)
     return tuple(cpus if quota is None else cpus[: max(1, int(quota))])
 
 
-def cpu_quota(system: Path = _SYSTEM) -> float | None:
+def cpu_quota(system: Path = SYSTEM) -> float | None:
     """CPUs' worth of time the control groups grant, own and ancestors (the least), or None."""
     quotas = [
         quota
-        for folder in _cpu_groups(system)
+        for folder in control_groups("cpu", system)
         if (quota := _quota_v2(folder) or _quota_v1(folder)) is not None
     ]
     return min(quotas, default=None)
 
 
 def _quota_v2(folder: Path) -> float | None:
-    words = _read(folder / "cpu.max").split()
+    words = read_text(folder / "cpu.max").split()
     return int(words[0]) / int(words[1]) if len(words) == 2 and words[0] != "max" else None
 
 
 def _quota_v1(folder: Path) -> float | None:
-    quota = _read(folder / "cpu.cfs_quota_us").strip()
-    period = _read(folder / "cpu.cfs_period_us").strip()
+    quota = read_text(folder / "cpu.cfs_quota_us").strip()
+    period = read_text(folder / "cpu.cfs_period_us").strip()
     return int(quota) / int(period) if quota and period and int(quota) > 0 else None
-
-
-def _cpu_groups(system: Path) -> Iterator[Path]:
-    """Folders of this process's control group and its ancestors, where CPU time is controlled."""
-    own: dict[str, str] = {}  # controller ("" for version 2) to group
-    for line in _read(system / "proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        own.update(dict.fromkeys(controllers.split(","), group))
-    for line in _read(system / "proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        root, mount_point = before.split()[3:5]
-        kind, _, options = after.split()[:3]
-        if kind == "cgroup2":
-            controller = ""
-        elif kind == "cgroup" and "cpu" in options.split(","):
-            controller = "cpu"
-        else:
-            continue
-        if controller not in own:
-            continue
-        mount = system / mount_point.lstrip("/")
-        # Inside a container the mount may show a subtree only, or the group may lie outside of it.
-        path = PurePosixPath(own[controller])
-        relative = path.relative_to(root) if path.is_relative_to(root) else PurePosixPath(".")
-        for part in (relative, *relative.parents):
-            yield mount / part
 
 
 def _physical_first(cpus: list[int], system: Path) -> list[int]:
@@ -96,18 +68,10 @@ def _physical_first(cpus: list[int], system: Path) -> list[int]:
     ranked: list[tuple[int, int]] = []
     for cpu in cpus:
         topology = system / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        core = _read(topology / "core_id").strip()
-        package = _read(topology / "physical_package_id").strip()
+        core = read_text(topology / "core_id").strip()
+        package = read_text(topology / "physical_package_id").strip()
         key = (package, core) if core else ("", f"cpu{cpu}")
         rank = threads_seen.get(key, 0)
         threads_seen[key] = rank + 1
         ranked.append((rank, cpu))
     return [cpu for _, cpu in sorted(ranked)]
-
-
-def _read(path: Path) -> str:
-    """The file's text, empty if it cannot be read: files come and go with kernel and container."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""What both engines' schedulers share: outbox, tombstones, statistics.
+"""What both engines' schedulers share: outbox, endings, statistics.
 
 A scheduler owns its engine's requests and pages and speaks the protocol of `core.messages`. It
 never waits and never computes; `dualpace.loop` drives it.
@@ -17,7 +17,6 @@ from dualpace.core.messages import (
     EngineStats,
     Envelope,
     Gone,
-    GoneAck,
     Shutdown,
     TokenEvent,
     Tokens,
@@ -32,15 +31,14 @@ STATS_INTERVAL = 0.5  # seconds between EngineStats
 class SchedulerBase:
     """Outbox and the ending of requests.
 
-    A request that ends here leaves a tombstone until the peer has acknowledged, so that whatever
-    the peer sent about it before is dropped on arrival.
+    A request that ends here is told to the peer with `Gone`. What the peer had sent about it before
+    finds no row on arrival and is dropped; its `Gone` in return frees what is kept for it here.
     """
 
     def __init__(self, peer: EngineName, pool: PagePool) -> None:
         self.stopped = False
         self.peer = peer
         self.pool = pool
-        self.tombstones: set[str] = set()
         self.steps = 0
         self.moves: Counter[str] = Counter()
         self._outbox: list[tuple[str, AnyMessage]] = []
@@ -57,9 +55,6 @@ class SchedulerBase:
             case Gone():
                 self.on_end(body.request_id)
                 self.forget_peer_pages(body.request_id)
-                self.send(self.peer, GoneAck(body.request_id))
-            case GoneAck():
-                self.tombstones.discard(body.request_id)
             case Shutdown():
                 self.stopped = True
             case _:

@@ -85,9 +85,8 @@ class CpuScheduler(SchedulerBase):
         """Grant the pages, unless that would leave less than one free page per request here."""
         count = pages_for(ask.tokens, self.page_tokens)
         others = len(self.rows) + len(self.grants)
-        ended = ask.request_id in self.tombstones
         taken = None
-        if not ended and ask.request_id not in self.grants and self.pool.free - count >= others:
+        if ask.request_id not in self.grants and self.pool.free - count >= others:
             taken = self.pool.take(count, ("grant", ask.request_id))
         if taken is None:
             self.send(GPU, Deny(ask.request_id, ask.epoch))
@@ -97,12 +96,9 @@ class CpuScheduler(SchedulerBase):
 
     def _take_over(self, state: RequestState) -> None:
         """A handoff: the grant's pages become the row's."""
-        granted = self.grants.get(state.id)
-        if state.id in self.tombstones or granted is None or state.id in self.rows:
-            logger.debug("handoff of %s comes too late", state.id)
-            self._drop_grant(state.id)
+        if self.grants.pop(state.id, None) is None:
+            logger.error("handoff of %s, for which there is no grant", state.id)
             return
-        del self.grants[state.id]
         self.pool.rename(("grant", state.id), holder(state.id))
         self.rows[state.id] = HostRow(state)
 
@@ -147,7 +143,6 @@ class CpuScheduler(SchedulerBase):
         request_id = row.state.id
         del self.rows[request_id]
         self.pool.drop(holder(request_id))
-        self.tombstones.add(request_id)
         self.tell_gone(request_id)
 
     # -- plan ------------------------------------------------------------------------------------

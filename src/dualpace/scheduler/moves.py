@@ -108,9 +108,7 @@ class Moves:
     def _granted(self, grant: Grant) -> None:
         row = self._row(grant.request_id, grant.epoch, Phase.RESERVING, Phase.DEMOTING)
         if row is None:
-            if grant.request_id not in self.gpu.tombstones:
-                self.gpu.send(CPU, Cancel(grant.request_id, grant.epoch))
-            return
+            return  # it has ended; Gone frees the grant
         row.host_pages = grant.pages
         if row.phase is Phase.RESERVING:
             row.phase = Phase.PREFILL
@@ -154,9 +152,7 @@ class Moves:
         state = release.state
         row = self._row(state.id, state.epoch - 1, Phase.RECALLING)
         if row is None:
-            if state.id not in self.gpu.tombstones:
-                self.gpu.send(CPU, Loaded(state.id, state.epoch))
-            return
+            return  # it has ended; Gone frees its pages
         row.state = state
         row.phase = Phase.LOADING
         row.host_pages = release.pages
@@ -219,7 +215,6 @@ class Moves:
         """The row is off the books: tell the CPU engine, if it knows it, once nothing here
         touches its pages any more."""
         if row.host_knows and self.host_up:
-            self.gpu.tombstones.add(row.id)
             self.ending.add(row.id)
             self.use_ended(row.id)
 
@@ -257,7 +252,6 @@ class Moves:
         """The CPU engine is dead. What was on its way there stays here; what it held is lost."""
         self.host_up = False
         self.host_pages_total = self.host_pages_free = 0
-        self.gpu.tombstones.clear()
         self.ending.clear()
         self._draining = down.generation
         lost = []

@@ -148,10 +148,9 @@ class Frontend:
         for prompt in prompts:
             self._check_prompt(prompt, param)
         lists = [list(prompt) for prompt in prompts]
+        # The arrival number makes an id unique for ever, as the engines' protocol asks of it.
         base = request_id or uuid.uuid4().hex
-        ids = [f"{base}-{index}" for index in range(len(prompts) * params.n)]
-        if any(request_id in self.journal for request_id in ids):
-            raise RequestError(f"request id {base!r} is in use", param="request_id")
+        ids = [f"{base}-{self._arrivals + index}" for index in range(len(prompts) * params.n)]
         stream = Stream(len(ids), on_close=lambda: self._abort_all(ids))
         messages = []
         for index, request_id in enumerate(ids):

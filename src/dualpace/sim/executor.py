@@ -95,14 +95,15 @@ class SimulatedExecutor:
         self._copy_time = copy_time
         self._wake = wake
         self._free_at = 0.0
-        self.completed = 0
+        self._closed = False
 
     def launch(self, batch: Batch) -> SimulatedTicket[list[int | None]]:
         ticket: SimulatedTicket[list[int | None]] = SimulatedTicket()
         self._free_at = max(self._free_at, self._clock.now) + self._step_time(batch)
 
         def complete() -> None:
-            self.completed += 1
+            if self._closed:
+                return
             ticket.finish([self._compute(row) for row in batch.rows])
             self._wake()
 
@@ -113,9 +114,10 @@ class SimulatedExecutor:
         ticket: SimulatedTicket[None] = SimulatedTicket()
 
         def complete() -> None:
+            if self._closed:
+                return
             if self._memory is not None:
                 self._memory.copy(job)
-            self.completed += 1
             ticket.finish(None)
             self._wake()
 
@@ -123,7 +125,8 @@ class SimulatedExecutor:
         return ticket
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """As when its process is killed: what is under way never completes."""
+        self._closed = True
 
     def _compute(self, row: BatchRow) -> int | None:
         if self._memory is None:

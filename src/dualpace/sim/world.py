@@ -149,6 +149,7 @@ class World:
             if not self.cpu.alive:
                 return
             self.cpu.alive = False
+            self.cpu.executor.close()
             self.network.port(CPU, lambda: None)
             self.port.send(GPU, PeerDown(self.network.generation))
 
@@ -164,7 +165,6 @@ class World:
         for scheduler in (self.gpu_scheduler, self.cpu_scheduler):
             scheduler.pool.check_integrity(idle=True)
             assert not scheduler.rows, scheduler.rows
-            assert not scheduler.tombstones, scheduler.tombstones
         assert not self.gpu_scheduler.moves_of.ending
 
     # -- inside ----------------------------------------------------------------------------------

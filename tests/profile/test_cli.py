@@ -1,0 +1,87 @@
+"""`dualpace profile` on a tiny model with random weights, and on the engines themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dualpace.cli import profile as cli
+from dualpace.core.plan import Executor
+from dualpace.policy.cost_model import OPERATIONS, Operation, Point
+from dualpace.profile.probes import Room
+from dualpace.profile.table import load
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 120,
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def run(model: str) -> list[str]:
+    return [
+        "run", model, "--load-format", "dummy", "--host-kv-size", "1MiB", "--gpu-kv-tokens", "512",
+        "--cpu-cores", "1", "--seconds", "0.3",
+    ]  # fmt: skip
+
+
+def stored(cache: Path) -> list[Path]:
+    return list(cache.rglob("*.json"))
+
+
+def test_both_engines_are_measured_stored_and_shown(model: str, cache: Path) -> None:
+    result = CliRunner().invoke(cli.profile_app, run(model))
+    assert result.exit_code == 0, result.output
+    [path] = stored(cache)
+    profile = load(path)
+    assert {point.operation for point in profile.points} == set(OPERATIONS)
+    assert all(point.seconds > 0 for point in profile.points)
+    assert profile.gpu_kv_tokens == 512
+    assert profile.fingerprint.num_layers == 2
+
+    for argument in (model, str(path)):
+        result = CliRunner().invoke(cli.profile_app, ["show", argument, "--cpu-cores", "1"])
+        assert result.exit_code == 0, result.output
+        assert all(f"{operation}: ms by" in result.output for operation in OPERATIONS)
+
+
+def test_after_ctrl_c_new_points_are_kept_beside_the_old_ones(
+    model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(value: float, *, interrupt: bool) -> None:
+        def probe(
+            operation: Operation, executor: Executor, room: Room, seconds: float
+        ) -> Iterator[Point]:
+            yield Point(operation, 1, 16, value)
+            if interrupt:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(cli, "probe", probe)
+
+    measured(1.0, interrupt=False)
+    assert CliRunner().invoke(cli.profile_app, run(model)).exit_code == 0
+    measured(2.0, interrupt=True)
+    assert CliRunner().invoke(cli.profile_app, run(model)).exit_code == 130
+    [path] = stored(cache)
+    seconds = {point.operation: point.seconds for point in load(path).points}
+    assert seconds == {"gpu_decode": 2.0, "gpu_prefill": 1.0, "cpu_iteration": 1.0}
+
+
+def test_what_was_never_measured_cannot_be_shown(model: str) -> None:
+    for argument in (model, "absent.json", "no-such-model"):
+        result = CliRunner().invoke(cli.profile_app, ["show", argument])
+        assert result.exit_code == 1
+        assert result.output.startswith("error: ")
