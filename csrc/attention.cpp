@@ -22,6 +22,8 @@ size_t attention_scratch_floats(int group, int head_dim) {
          kTileTokens * width;
 }
 
+constexpr size_t round_lines(size_t floats) { return (floats + kLine - 1) / kLine * kLine; }
+
 }  // namespace
 
 size_t CacheShape::head_bytes() const {
@@ -92,8 +94,8 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
   const size_t group = static_cast<size_t>(heads.group);
   partial_.resize(static_cast<size_t>(num_pieces_) * group *
                   static_cast<size_t>(heads.head_dim + 2));
-  const size_t need = attention_scratch_floats(heads.group, heads.head_dim);
-  scratch_stride_ = (need + kLine - 1) / kLine * kLine;
+  scratch_stride_ = round_lines(attention_scratch_floats(heads.group, heads.head_dim)) +
+                    round_lines(group * static_cast<size_t>(heads.head_dim));
   scratch_.resize(scratch_stride_ * static_cast<size_t>(threads) + kLine);
   const uintptr_t address = reinterpret_cast<uintptr_t>(scratch_.data());
   scratch_base_ = reinterpret_cast<float*>((address + 63) / 64 * 64);
@@ -101,7 +103,7 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
 
 void AttentionPlan::attend(const KernelTable& kernels, const CacheShape& shape, const char* arena,
                            int layer, const CacheRows& rows, const float* query, size_t ldq,
-                           float* out, size_t ldo, int thread) {
+                           const AttentionOut& out, int thread) {
   const size_t unit = static_cast<size_t>(heads_.group) * static_cast<size_t>(heads_.head_dim);
   AttentionArgs args;
   args.page_stride = shape.page_bytes();
@@ -130,7 +132,7 @@ void AttentionPlan::attend(const KernelTable& kernels, const CacheShape& shape, 
     args.begin = task.begin;
     args.end = task.end;
     if (task.piece < 0) {
-      args.out = out + row * ldo + head * unit;
+      args.out = result(thread);
       args.maxima = args.sums = nullptr;
     } else {
       const size_t piece = static_cast<size_t>(task.piece);
@@ -139,10 +141,25 @@ void AttentionPlan::attend(const KernelTable& kernels, const CacheShape& shape, 
       args.sums = args.maxima + heads_.group;
     }
     kernels.attention[shape.dtype](&args);
+    if (task.piece < 0) put(kernels, out, task.row, task.kv_head, args.out);
   }
 }
 
-void AttentionPlan::merge(float* out, size_t ldo, int thread, int threads) const {
+float* AttentionPlan::result(int thread) const {
+  const size_t unit = static_cast<size_t>(heads_.group) * static_cast<size_t>(heads_.head_dim);
+  return scratch_base_ + scratch_stride_ * static_cast<size_t>(thread + 1) - round_lines(unit);
+}
+
+void AttentionPlan::put(const KernelTable& kernels, const AttentionOut& out, int row, int kv_head,
+                        const float* result) const {
+  const int unit = heads_.group * heads_.head_dim;
+  const size_t at = static_cast<size_t>(row) * out.stride + static_cast<size_t>(kv_head * unit);
+  kernels.store[out.dtype](result, unit,
+                           static_cast<char*>(out.base) + at * element_bytes(out.dtype));
+}
+
+void AttentionPlan::merge(const KernelTable& kernels, const AttentionOut& out, int thread,
+                          int threads) {
   const int group = heads_.group, dim = heads_.head_dim;
   const size_t unit = static_cast<size_t>(group) * static_cast<size_t>(dim);
   const size_t stride = unit + 2 * static_cast<size_t>(group);
@@ -150,8 +167,7 @@ void AttentionPlan::merge(float* out, size_t ldo, int thread, int threads) const
   for (int i = mine.begin; i < mine.end; ++i) {
     const Merge& merge = merges_[static_cast<size_t>(i)];
     const float* pieces = partial_.data() + static_cast<size_t>(merge.first_piece) * stride;
-    float* target =
-        out + static_cast<size_t>(merge.row) * ldo + static_cast<size_t>(merge.kv_head) * unit;
+    float* target = result(thread);
     for (int h = 0; h < group; ++h) {
       float maximum = -INFINITY;
       for (int p = 0; p < merge.num_pieces; ++p) {
@@ -168,6 +184,7 @@ void AttentionPlan::merge(float* out, size_t ldo, int thread, int threads) const
       }
       for (int j = 0; j < dim; ++j) y[j] /= total;
     }
+    put(kernels, out, merge.row, merge.kv_head, target);
   }
 }
 

@@ -36,6 +36,13 @@ struct HeadShape {
   int head_dim = 1;
 };
 
+// Where results go: rows of [kv_head][group][head_dim], `stride` elements of `dtype` apart.
+struct AttentionOut {
+  void* base = nullptr;
+  size_t stride = 0;
+  DType dtype = kFloat32;
+};
+
 class AttentionPlan {
  public:
   // Shares the batch's work out evenly over `threads`, cutting long contexts at page boundaries,
@@ -44,14 +51,13 @@ class AttentionPlan {
 
   bool has_splits() const { return !merges_.empty(); }
 
-  // One thread's share of one layer. query and out: rows of [kv_head][group][head_dim], `ldq` and
-  // `ldo` floats apart.
+  // One thread's share of one layer. query: rows of [kv_head][group][head_dim], `ldq` floats apart.
   void attend(const KernelTable& kernels, const CacheShape& shape, const char* arena, int layer,
-              const CacheRows& rows, const float* query, size_t ldq, float* out, size_t ldo,
+              const CacheRows& rows, const float* query, size_t ldq, const AttentionOut& out,
               int thread);
 
   // Joins the pieces of cut units; after a barrier, and only needed if has_splits().
-  void merge(float* out, size_t ldo, int thread, int threads) const;
+  void merge(const KernelTable& kernels, const AttentionOut& out, int thread, int threads);
 
  private:
   struct Task {
@@ -59,6 +65,11 @@ class AttentionPlan {
     int64_t begin, end;
     int piece;  // place among the partial results, or -1 for a whole unit
   };
+  // This thread's result of one unit, on its way to AttentionOut; behind the kernels' scratch.
+  float* result(int thread) const;
+  void put(const KernelTable& kernels, const AttentionOut& out, int row, int kv_head,
+           const float* result) const;
+
   struct Merge {
     int row, kv_head;
     int first_piece, num_pieces;
@@ -71,7 +82,7 @@ class AttentionPlan {
   int num_pieces_ = 0;
   std::vector<float> partial_;  // [piece][group][head_dim + 2]: sums, maximum, denominator
   std::vector<float> scratch_;
-  size_t scratch_stride_ = 0;
+  size_t scratch_stride_ = 0;  // floats per thread
   float* scratch_base_ = nullptr;
 };
 

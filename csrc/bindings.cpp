@@ -127,9 +127,13 @@ class Engine {
       layer.bias = reinterpret_cast<float*>(memory.take(columns * sizeof(float)));
       std::copy_n(bias->data(), n, layer.bias);
     }
+    const DType type = kernels_->activations[layer.dtype];
     const size_t stride = activation_stride(layer.k);
     std::vector<float> a(m * stride), c(m * columns);
-    for (size_t i = 0; i < m; ++i) std::copy_n(x.data() + i * k, k, a.data() + i * stride);
+    for (size_t i = 0; i < m; ++i) {
+      kernels_->store[type](x.data() + i * k, layer.k,
+                            reinterpret_cast<char*>(a.data()) + i * stride * element_bytes(type));
+    }
     {
       const nb::gil_scoped_release release;
       pool_.run([&](int thread) {
@@ -188,11 +192,11 @@ class Engine {
     const nb::gil_scoped_release release;
     AttentionPlan plan;
     plan.build(rows, {heads / num_kv_heads, num_kv_heads, dim}, page_tokens, pool_.size());
+    const AttentionOut to{out.data(), stride, kFloat32};
     pool_.run([&](int thread) {
-      plan.attend(*kernels_, shape, memory.data(), layer, rows, query.data(), stride, out.data(),
-                  stride, thread);
+      plan.attend(*kernels_, shape, memory.data(), layer, rows, query.data(), stride, to, thread);
       pool_.barrier();
-      plan.merge(out.data(), stride, thread, pool_.size());
+      plan.merge(*kernels_, to, thread, pool_.size());
     });
   }
 

@@ -47,16 +47,31 @@ struct AttentionArgs {
   float* scratch;  // 64-byte aligned, attention_scratch_floats() long
 };
 
+// c[m][16 * num_panels] = a[m][k] · panelsᵀ (+ bias) (+ c, if accumulate).
+struct LinearArgs {
+  const void* a;  // rows `lda` elements apart, of KernelTable::activations; zero from k to kPad
+  size_t lda;
+  int m;  // > 0
+  int k;
+  const char* panels;  // packed, one behind the other
+  int num_panels;
+  const float* bias;  // [16 * num_panels], or null
+  float* c;           // rows `ldc` floats apart
+  size_t ldc;
+  int accumulate;
+};
+
 struct KernelTable {
   const char* name;
 
-  // c[m][16] = a[m][k] · panel (+ bias[16]) (+ c, if accumulate). `a` and its row stride allow
-  // reading one zero beyond an odd k.
-  void (*linear[kNumDTypes])(const float* a, size_t lda, int m, int k, const void* panel,
-                             const float* bias, float* c, size_t ldc, int accumulate);
+  // Type of the activations that go into linear layers, by type of the weights.
+  DType activations[kNumDTypes];
 
-  // out[m][16] = silu(gate[m][16]) * up[m][16]; gate and up are dense [m][16].
-  void (*swiglu)(const float* gate, const float* up, int m, float* out, size_t ldo);
+  void (*linear[kNumDTypes])(const LinearArgs* args);
+
+  // out[m][16], of the type in the index, = silu(gate) * up: x[m][32] holds 16 gate values and then
+  // 16 up values per row, rows `ldx` floats apart; `ldo` counts elements.
+  void (*swiglu[kNumDTypes])(const float* x, size_t ldx, int m, void* out, size_t ldo);
 
   // y[n] = x[n] / sqrt(mean(x^2) + eps) * weight[n]; y may be x.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y);

@@ -79,21 +79,28 @@ inline void linear_rows(const float* a, size_t lda, int k, const typename P::Ele
 }
 
 template <class P>
-void linear(const float* a, size_t lda, int m, int k, const void* panel, const float* bias,
-            float* c, size_t ldc, int accumulate) {
-  const typename P::Element* w = static_cast<const typename P::Element*>(panel);
-  const size_t ahead = static_cast<size_t>((k + kAlignK - 1) / kAlignK * kAlignK) * kPanel;
+void linear_panel(const LinearArgs* args, int index) {
+  const size_t size =
+      static_cast<size_t>((args->k + kAlignK - 1) / kAlignK * kAlignK) * kPanel;
+  const typename P::Element* w =
+      reinterpret_cast<const typename P::Element*>(args->panels) + index * size;
+  const float* bias = args->bias ? args->bias + index * kPanel : nullptr;
+  const float* a = static_cast<const float*>(args->a);
+  float* c = args->c + index * kPanel;
+  const size_t lda = args->lda, ldc = args->ldc;
+  const int k = args->k, accumulate = args->accumulate;
+  int m = args->m;
   // Blocks of at most five rows and of almost equal height: 8 rows are 4 + 4, not 5 + 3. Five rows
   // fill the 16 registers (10 sums, two raw and two widened vectors, mask, x); six spill and lose a
   // third of the speed.
   for (int blocks = (m + 4) / 5; blocks > 0; --blocks) {
     const int rows = (m + blocks - 1) / blocks;
     switch (rows) {
-      case 1: linear_rows<P, 1>(a, lda, k, w, ahead, bias, c, ldc, accumulate); break;
-      case 2: linear_rows<P, 2>(a, lda, k, w, ahead, bias, c, ldc, accumulate); break;
-      case 3: linear_rows<P, 3>(a, lda, k, w, ahead, bias, c, ldc, accumulate); break;
-      case 4: linear_rows<P, 4>(a, lda, k, w, ahead, bias, c, ldc, accumulate); break;
-      default: linear_rows<P, 5>(a, lda, k, w, ahead, bias, c, ldc, accumulate); break;
+      case 1: linear_rows<P, 1>(a, lda, k, w, size, bias, c, ldc, accumulate); break;
+      case 2: linear_rows<P, 2>(a, lda, k, w, size, bias, c, ldc, accumulate); break;
+      case 3: linear_rows<P, 3>(a, lda, k, w, size, bias, c, ldc, accumulate); break;
+      case 4: linear_rows<P, 4>(a, lda, k, w, size, bias, c, ldc, accumulate); break;
+      default: linear_rows<P, 5>(a, lda, k, w, size, bias, c, ldc, accumulate); break;
     }
     a += rows * lda;
     c += rows * ldc;
@@ -101,20 +108,12 @@ void linear(const float* a, size_t lda, int m, int k, const void* panel, const f
   }
 }
 
-// ---- element-wise -----------------------------------------------------------------------------
-
-void swiglu(const float* gate, const float* up, int m, float* out, size_t ldo) {
-  const __m256 one = _mm256_set1_ps(1.0f);
-  for (int row = 0; row < m; ++row) {
-    UNROLL for (int j = 0; j < kPanel; j += 8) {
-      const __m256 g = _mm256_loadu_ps(gate + row * kPanel + j);
-      const __m256 e = exp8(_mm256_sub_ps(_mm256_setzero_ps(), g));
-      const __m256 silu = _mm256_div_ps(g, _mm256_add_ps(one, e));
-      _mm256_storeu_ps(out + row * ldo + j,
-                       _mm256_mul_ps(silu, _mm256_loadu_ps(up + row * kPanel + j)));
-    }
-  }
+template <class P>
+void linear(const LinearArgs* args) {
+  for (int i = 0; i < args->num_panels; ++i) linear_panel<P>(args, i);
 }
+
+// ---- element-wise -----------------------------------------------------------------------------
 
 void rms_norm(const float* x, const float* weight, float eps, int n, float* y) {
   __m256 acc0 = _mm256_setzero_ps(), acc1 = _mm256_setzero_ps();
@@ -181,10 +180,38 @@ void store_bf16(const float* x, int n, void* dst) {
   }
 }
 
+template <class Out>
+void swiglu(const float* x, size_t ldx, int m, void* out, size_t ldo) {
+  const __m256 one = _mm256_set1_ps(1.0f);
+  typename Out::Element* y = static_cast<typename Out::Element*>(out);
+  for (int row = 0; row < m; ++row) {
+    UNROLL for (int j = 0; j < kPanel; j += 8) {
+      const __m256 g = _mm256_loadu_ps(x + row * ldx + j);
+      const __m256 e = exp8(_mm256_sub_ps(_mm256_setzero_ps(), g));
+      const __m256 silu = _mm256_div_ps(g, _mm256_add_ps(one, e));
+      const __m256 up = _mm256_loadu_ps(x + row * ldx + kPanel + j);
+      Out::store8(y + row * ldo + j, _mm256_mul_ps(silu, up));
+    }
+  }
+}
+
+struct Fp32Out {
+  typedef float Element;
+  static inline void store8(float* y, __m256 x) { _mm256_storeu_ps(y, x); }
+};
+
+struct Bf16Out {
+  typedef uint16_t Element;
+  static inline void store8(uint16_t* y, __m256 x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(y), to_bf16(x));
+  }
+};
+
 const KernelTable kTable = {
     "avx2",
+    {kFloat32, kFloat32},
     {linear<Fp32Panel>, linear<Bf16Panel>},
-    swiglu,
+    {swiglu<Fp32Out>, swiglu<Bf16Out>},
     rms_norm,
     rope,
     {store_fp32, store_bf16},

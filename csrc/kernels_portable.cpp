@@ -70,22 +70,33 @@ void linear_rows(const float* a, size_t lda, int k, const void* panel, const flo
 }
 
 template <class T>
-void linear(const float* a, size_t lda, int m, int k, const void* panel, const float* bias,
-            float* c, size_t ldc, int accumulate) {
-  int row = 0;
-  for (; row + 4 <= m; row += 4) {
-    linear_rows<T, 4>(a + row * lda, lda, k, panel, bias, c + row * ldc, ldc, accumulate);
-  }
-  for (; row < m; ++row) {
-    linear_rows<T, 1>(a + row * lda, lda, k, panel, bias, c + row * ldc, ldc, accumulate);
+void linear(const LinearArgs* args) {
+  const size_t k_pad = static_cast<size_t>((args->k + kAlignK - 1) / kAlignK * kAlignK);
+  for (int p = 0; p < args->num_panels; ++p) {
+    const char* panel =
+        args->panels + static_cast<size_t>(p) * k_pad * kPanel * sizeof(typename T::Element);
+    const float* bias = args->bias ? args->bias + p * kPanel : nullptr;
+    const float* a = static_cast<const float*>(args->a);
+    float* c = args->c + p * kPanel;
+    int row = 0;
+    for (; row + 4 <= args->m; row += 4) {
+      linear_rows<T, 4>(a + row * args->lda, args->lda, args->k, panel, bias, c + row * args->ldc,
+                        args->ldc, args->accumulate);
+    }
+    for (; row < args->m; ++row) {
+      linear_rows<T, 1>(a + row * args->lda, args->lda, args->k, panel, bias, c + row * args->ldc,
+                        args->ldc, args->accumulate);
+    }
   }
 }
 
-void swiglu(const float* gate, const float* up, int m, float* out, size_t ldo) {
+template <class T>
+void swiglu(const float* x, size_t ldx, int m, void* out, size_t ldo) {
+  typename T::Element* y = static_cast<typename T::Element*>(out);
   for (int row = 0; row < m; ++row) {
     for (int j = 0; j < kPanel; ++j) {
-      const float g = gate[row * kPanel + j];
-      out[row * ldo + j] = g / (1.0f + expf(-g)) * up[row * kPanel + j];
+      const float g = x[row * ldx + j];
+      T::store(y + row * ldo + j, g / (1.0f + expf(-g)) * x[row * ldx + kPanel + j]);
     }
   }
 }
@@ -161,8 +172,9 @@ void attention(const AttentionArgs* args) {
 
 const KernelTable kTable = {
     "portable",
+    {kFloat32, kFloat32},
     {linear<Float32>, linear<BFloat16>},
-    swiglu,
+    {swiglu<Float32>, swiglu<BFloat16>},
     rms_norm,
     rope,
     {store<Float32>, store<BFloat16>},

@@ -7,9 +7,11 @@
 
 namespace dualpace {
 
-void LayerProgram::Rows::resize(int count, size_t row_stride) {
+void LayerProgram::Rows::resize(int count, size_t row_stride, DType element) {
   stride = row_stride;
-  values.assign(static_cast<size_t>(count) * row_stride, 0.0f);
+  dtype = element;
+  const size_t bytes = static_cast<size_t>(count) * row_stride * element_bytes(element);
+  values.assign((bytes + sizeof(float) - 1) / sizeof(float), 0.0f);
 }
 
 void LayerProgram::check(const std::vector<DecodeRow>& rows, int64_t num_pages,
@@ -40,15 +42,17 @@ void LayerProgram::reserve(int num_rows) {
   const ModelConfig& c = model_.config();
   const auto padded = [](int n) { return static_cast<size_t>(round_up(n, kPanel)); };
   residual_.resize(num_rows, activation_stride(c.hidden_size));
-  normed_.resize(num_rows, activation_stride(c.hidden_size));
+  const DType activation = kernels_.activations[c.dtype];
+  normed_.resize(num_rows, activation_stride(c.hidden_size), activation);
   qkv_.resize(num_rows, padded(c.q_size() + 2 * c.kv_size()));
-  attended_.resize(num_rows, activation_stride(c.q_size()));
-  hidden_.resize(num_rows, activation_stride(c.intermediate_size));
+  attended_.resize(num_rows, activation_stride(c.q_size()), activation);
+  hidden_.resize(num_rows, activation_stride(c.intermediate_size), activation);
   logits_.resize(num_rows, padded(c.vocab_size));
   cosine_.resize(num_rows, padded(c.head_dim / 2));
   sine_.resize(num_rows, padded(c.head_dim / 2));
   tiles_.resize(static_cast<size_t>(pool_.size()));
-  for (auto& tile : tiles_) tile.resize(static_cast<size_t>(num_rows) * 2 * kPanel);
+  const size_t columns = static_cast<size_t>(num_rows) * kSwigluPairs * 2 * kPanel;
+  for (auto& tile : tiles_) tile.resize(std::max(columns, padded(c.hidden_size)));
   samplers_.resize(static_cast<size_t>(pool_.size()));
   for (Sampler& sampler : samplers_) sampler.reserve(c.vocab_size);
   capacity_ = num_rows;
@@ -81,15 +85,16 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
   const auto each_row = [&](const auto& body) {
     for (int row = mine.begin; row < mine.end; ++row) body(row);
   };
+  float* tile = tiles_[static_cast<size_t>(thread)].data();
   const auto norm = [&](const float* weight) {
     each_row([&](int row) {
-      kernels_.rms_norm(residual_.row(row), weight, c.rms_norm_eps, c.hidden_size,
-                        normed_.row(row));
+      kernels_.rms_norm(residual_.row(row), weight, c.rms_norm_eps, c.hidden_size, tile);
+      kernels_.store[normed_.dtype](tile, c.hidden_size, normed_.raw(row));
     });
     pool_.barrier();
   };
   const auto linear = [&](const Linear& weights, Rows& in, Rows& out, bool accumulate) {
-    run_linear(kernels_, weights, in.row(0), in.stride, m, out.row(0), out.stride, accumulate,
+    run_linear(kernels_, weights, in.data(), in.stride, m, out.row(0), out.stride, accumulate,
                thread, threads);
     pool_.barrier();
   };
@@ -105,23 +110,24 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
     }
   });
 
+  const AttentionOut attended{attended_.data(), attended_.stride, attended_.dtype};
   for (int index = 0; index < c.num_layers; ++index) {
     const Layer& layer = model_.layer(index);
     norm(layer.input_norm);
     linear(layer.qkv, normed_, qkv_, false);
     each_row([&](int row) { append_kv(layer, index, arena, row); });
     pool_.barrier();
-    plan_.attend(kernels_, cache_, arena, index, cache_rows_, qkv_.row(0), qkv_.stride,
-                 attended_.row(0), attended_.stride, thread);
+    plan_.attend(kernels_, cache_, arena, index, cache_rows_, qkv_.row(0), qkv_.stride, attended,
+                 thread);
     pool_.barrier();
     if (plan_.has_splits()) {
-      plan_.merge(attended_.row(0), attended_.stride, thread, threads);
+      plan_.merge(kernels_, attended, thread, threads);
       pool_.barrier();
     }
     linear(layer.o, attended_, residual_, true);
     norm(layer.post_norm);
-    run_swiglu(kernels_, layer.gate_up, normed_.row(0), normed_.stride, m, hidden_.row(0),
-               hidden_.stride, tiles_[static_cast<size_t>(thread)].data(), thread, threads);
+    run_swiglu(kernels_, layer.gate_up, normed_.data(), normed_.stride, m, hidden_.data(),
+               hidden_.stride, tile, thread, threads);
     pool_.barrier();
     linear(layer.down, hidden_, residual_, true);
   }

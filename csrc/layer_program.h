@@ -55,12 +55,16 @@ class LayerProgram {
   // Activations, one row per token. What lies behind the features of a row stays zero.
   struct Rows {
     std::vector<float> values;
-    size_t stride = 0;
-    void resize(int count, size_t row_stride);
+    DType dtype = kFloat32;
+    size_t stride = 0;  // in elements of `dtype`
+    void resize(int count, size_t row_stride, DType element = kFloat32);
+    char* data() { return reinterpret_cast<char*>(values.data()); }
+    char* raw(int row) { return data() + static_cast<size_t>(row) * stride * element_bytes(dtype); }
     float* row(int index) { return values.data() + static_cast<size_t>(index) * stride; }
   };
+  // normed_, attended_ and hidden_ go into linear layers, in the type that the kernels take.
   Rows residual_, normed_, qkv_, attended_, hidden_, logits_, cosine_, sine_;
-  std::vector<std::vector<float>> tiles_;  // per thread: gate and up of one panel
+  std::vector<std::vector<float>> tiles_;  // per thread: a normed row, or gate and up columns
   int capacity_ = 0;
 };
 

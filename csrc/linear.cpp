@@ -1,5 +1,6 @@
 #include "linear.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace dualpace {
@@ -62,25 +63,39 @@ Range share(int count, int part, int parts) {
   return {static_cast<int>(n * part / parts), static_cast<int>(n * (part + 1) / parts)};
 }
 
-void run_linear(const KernelTable& kernels, const Linear& linear, const float* a, size_t lda, int m,
+void run_linear(const KernelTable& kernels, const Linear& linear, const void* a, size_t lda, int m,
                 float* c, size_t ldc, bool accumulate, int part, int parts) {
   const Range mine = share(linear.num_panels(), part, parts);
-  for (int panel = mine.begin; panel < mine.end; ++panel) {
-    const float* bias = linear.bias ? linear.bias + panel * kPanel : nullptr;
-    kernels.linear[linear.dtype](a, lda, m, linear.k, linear.panel(panel), bias, c + panel * kPanel,
-                                 ldc, accumulate);
-  }
+  if (mine.begin == mine.end) return;
+  const int column = mine.begin * kPanel;
+  const LinearArgs args{a,
+                        lda,
+                        m,
+                        linear.k,
+                        linear.panel(mine.begin),
+                        mine.end - mine.begin,
+                        linear.bias ? linear.bias + column : nullptr,
+                        c + column,
+                        ldc,
+                        accumulate};
+  kernels.linear[linear.dtype](&args);
 }
 
-void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const float* a, size_t lda,
-                int m, float* out, size_t ldo, float* tile, int part, int parts) {
-  float* up = tile + static_cast<size_t>(m) * kPanel;
-  const auto linear = kernels.linear[gate_up.dtype];
+void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const void* a, size_t lda,
+                int m, void* out, size_t ldo, float* tile, int part, int parts) {
   const Range mine = share(gate_up.num_panels() / 2, part, parts);
-  for (int pair = mine.begin; pair < mine.end; ++pair) {
-    linear(a, lda, m, gate_up.k, gate_up.panel(2 * pair), nullptr, tile, kPanel, false);
-    linear(a, lda, m, gate_up.k, gate_up.panel(2 * pair + 1), nullptr, up, kPanel, false);
-    kernels.swiglu(tile, up, m, out + pair * kPanel, ldo);
+  const DType type = kernels.activations[gate_up.dtype];
+  for (int pair = mine.begin; pair < mine.end; pair += kSwigluPairs) {
+    const int pairs = std::min(kSwigluPairs, mine.end - pair);
+    const size_t width = static_cast<size_t>(pairs) * 2 * kPanel;
+    const LinearArgs args{a,         lda,     m,    gate_up.k, gate_up.panel(2 * pair),
+                          2 * pairs, nullptr, tile, width,     false};
+    kernels.linear[gate_up.dtype](&args);
+    for (int i = 0; i < pairs; ++i) {
+      const size_t column = static_cast<size_t>(pair + i) * kPanel;
+      kernels.swiglu[type](tile + i * 2 * kPanel, width, m,
+                           static_cast<char*>(out) + column * element_bytes(type), ldo);
+    }
   }
 }
 

@@ -22,8 +22,8 @@ constexpr size_t packed_bytes(int n, int k, DType dtype) {
   return static_cast<size_t>(round_up(n, kPanel) / kPanel) * panel_bytes(k, dtype);
 }
 
-// Row stride, in floats, of activations with `k` features: zeros behind them up to a multiple of
-// kAlignK, and off multiples of 1 KiB, where rows would fall into the same cache sets.
+// Row stride, in elements, of activations with `k` features: zeros behind them up to a multiple of
+// kAlignK, and off multiples of 512 bytes, where rows would fall into the same cache sets.
 constexpr size_t activation_stride(int k) {
   const int padded = round_up(k, kAlignK);
   return static_cast<size_t>(padded % 256 == 0 ? padded + kAlignK : padded);
@@ -66,13 +66,17 @@ struct Range {
 };
 Range share(int count, int part, int parts);
 
-// c[m][n] = a[m][k] · Wᵀ (+ bias) (+ c): the columns of one thread. Rows of `a` are
-// activation_stride(k) apart, those of c at least round_up(n, kPanel).
-void run_linear(const KernelTable& kernels, const Linear& linear, const float* a, size_t lda, int m,
+// c[m][n] = a[m][k] · Wᵀ (+ bias) (+ c): the columns of one thread. `a` is of the kernels'
+// activation type; rows of c are at least round_up(n, kPanel) apart.
+void run_linear(const KernelTable& kernels, const Linear& linear, const void* a, size_t lda, int m,
                 float* c, size_t ldc, bool accumulate, int part, int parts);
 
-// out[m][n/2] = silu(gate) * up, for interleaved gate and up weights. `tile` holds 2 * 16 * m.
-void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const float* a, size_t lda,
-                int m, float* out, size_t ldo, float* tile, int part, int parts);
+// Gate and up panels that one call of run_swiglu computes before it combines them.
+constexpr int kSwigluPairs = 4;
+
+// out[m][n/2] = silu(gate) * up, of the kernels' activation type, for interleaved gate and up
+// weights. `tile` holds m * kSwigluPairs * 2 * 16 floats.
+void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const void* a, size_t lda,
+                int m, void* out, size_t ldo, float* tile, int part, int parts);
 
 }  // namespace dualpace
