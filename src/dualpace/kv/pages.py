@@ -1,104 +1,99 @@
-"""A pool of KV page ids, and who holds which of them.
+"""A pool of KV page ids, and the block tables that hold them.
 
-A page may have several holders at once: the request whose KV it is, a copy that reads or writes
-it, and every launched step whose block table names it. It is free when the last one lets go,
-whatever else has happened. Ids only: no tensors, no bytes, no knowledge of what a page contains.
+A block table is the list of a request's pages in one tier, in order of position. It may have
+several holders at once: the request whose KV it is, a copy that reads or writes its pages, and
+every launched step that names it. Its pages are free when the last holder lets go, whatever else
+has happened. Ids only: no tensors, no bytes, no knowledge of what a page contains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
 
-Holder = Hashable
+class BlockTable:
+    """Pages of one request, growing at the end. Made by `PagePool.take`."""
+
+    __slots__ = ("holders", "pages")
+
+    def __init__(self, pages: list[int]) -> None:
+        self.pages = pages
+        self.holders = 1
+
+    def __len__(self) -> int:
+        return len(self.pages)
 
 
 class PagePool:
     """Page ids 0 … total-1 of one tier, owned by one process.
 
-    Allocation prefers consecutive ids, so that a request's pages can move in few large copies.
+    Allocation prefers consecutive ids, so that a request's pages can move in few large copies, and
+    low ids, so that memory which was never needed is never touched.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._free = bytearray(b"\x01") * total
-        self._free_count = total
-        self._refs = [0] * total
-        self._held: dict[Holder, list[int]] = {}
+        self.free = total  # pages that no table holds
+        self._is_free = bytearray(b"\x01") * total
+        self._tables: set[BlockTable] = set()
 
-    @property
-    def free(self) -> int:
-        """Number of pages nobody holds."""
-        return self._free_count
-
-    def held_by(self, holder: Holder) -> list[int]:
-        """Pages of `holder` in the order it took them; empty if it holds none."""
-        return self._held.get(holder, [])
-
-    def take(self, count: int, holder: Holder) -> list[int] | None:
-        """Give `holder` `count` more free pages, or None, and nothing changes, if too few are."""
-        if count > self._free_count:
+    def take(self, count: int) -> BlockTable | None:
+        """A table of `count` pages with the caller as its holder, or None if too few are free."""
+        table = BlockTable([])
+        if not self.grow(table, count):
             return None
-        pages = self._find(count, self.held_by(holder)[-1:])
+        self._tables.add(table)
+        return table
+
+    def grow(self, table: BlockTable, count: int = 1) -> bool:
+        """Append `count` free pages; False, and nothing changes, if too few are free."""
+        if count > self.free:
+            return False
+        pages = self._find(count, after=table.pages[-1] if table.pages else None)
         for page in pages:
-            self._free[page] = 0
-            self._refs[page] = 1
-        self._free_count -= count
-        if pages:
-            self._held.setdefault(holder, []).extend(pages)
-        return pages
+            self._is_free[page] = 0
+        self.free -= count
+        table.pages += pages
+        return True
 
-    def hold(self, pages: Iterable[int], holder: Holder) -> None:
-        """Let `holder` hold pages that somebody holds already."""
-        held = self._held.setdefault(holder, [])
-        for page in pages:
-            if self._refs[page] == 0:
-                raise AssertionError(f"page {page} is free, {holder!r} cannot join its holders")
-            self._refs[page] += 1
-            held.append(page)
+    def hold(self, table: BlockTable) -> None:
+        """One more holder of a table that has some."""
+        if table not in self._tables:
+            raise AssertionError(f"the table of pages {table.pages} is free already")
+        table.holders += 1
 
-    def drop(self, holder: Holder) -> int:
-        """`holder` lets go of all its pages. Returns how many became free; 0 if it had none."""
-        freed = 0
-        for page in self._held.pop(holder, ()):
-            self._refs[page] -= 1
-            if self._refs[page] == 0:
-                self._free[page] = 1
-                freed += 1
-        self._free_count += freed
-        return freed
-
-    def rename(self, old: Holder, new: Holder) -> None:
-        """Pass all pages of `old` on to `new`, which must hold none."""
-        if new in self._held:
-            raise AssertionError(f"{new!r} holds pages already")
-        if old in self._held:
-            self._held[new] = self._held.pop(old)
+    def drop(self, table: BlockTable) -> None:
+        """One holder lets go."""
+        if table not in self._tables:
+            raise AssertionError(f"the table of pages {table.pages} is free already")
+        table.holders -= 1
+        if table.holders == 0:
+            self._tables.remove(table)
+            for page in table.pages:
+                self._is_free[page] = 1
+            self.free += len(table.pages)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Recount everything; with `idle`, also demand that every page is free."""
-        refs = [0] * self.total
-        for pages in self._held.values():
-            for page in pages:
-                refs[page] += 1
-        if refs != self._refs:
-            raise AssertionError("page reference counts do not match the holders")
-        free = sum(count == 0 for count in refs)
-        if free != self._free_count or sum(self._free) != free:
-            raise AssertionError(f"{free} pages have no holder, {self._free_count} count as free")
-        if idle and free != self.total:
-            raise AssertionError(f"{self.total - free} pages leaked, held by {list(self._held)}")
+        held = [page for table in self._tables for page in table.pages]
+        if len(set(held)) != len(held):
+            raise AssertionError("a page is in two block tables")
+        if any(self._is_free[page] for page in held) or self.total - len(held) != self.free:
+            raise AssertionError(f"{len(held)} pages are held, {self.free} count as free")
+        if sum(self._is_free) != self.free:
+            raise AssertionError(f"{sum(self._is_free)} pages are free, {self.free} count as free")
+        if idle and held:
+            raise AssertionError(f"{len(held)} pages leaked: {held}")
 
-    def _find(self, count: int, last: list[int]) -> list[int]:
-        """`count` free ids: right after `last`, else the first run that fits, else any."""
-        start = last[0] + 1 if last else -1
-        if start < 0 or self._free[start : start + count] != b"\x01" * count:
-            start = self._free.find(b"\x01" * count)
+    def _find(self, count: int, after: int | None) -> list[int]:
+        """`count` free ids: right after `after`, else the first run that fits, else the lowest."""
+        start = -1 if after is None else after + 1
+        if start < 0 or self._is_free[start : start + count] != b"\x01" * count:
+            start = self._is_free.find(b"\x01" * count)
         if start >= 0:
             return list(range(start, start + count))
         pages: list[int] = []
         page = -1
         while len(pages) < count:
-            page = self._free.find(1, page + 1)
+            page = self._is_free.find(1, page + 1)
             pages.append(page)
         return pages
 

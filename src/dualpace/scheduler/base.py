@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterable
 
 from dualpace.core.messages import (
     FRONTEND,
@@ -22,7 +23,7 @@ from dualpace.core.messages import (
     Tokens,
 )
 from dualpace.core.plan import CopyJob
-from dualpace.kv.pages import PagePool
+from dualpace.kv.pages import BlockTable, PagePool
 
 logger = logging.getLogger(__name__)
 STATS_INTERVAL = 0.5  # seconds between EngineStats
@@ -44,6 +45,7 @@ class SchedulerBase:
         self._outbox: list[tuple[str, AnyMessage]] = []
         self._events: list[TokenEvent] = []
         self._stats_due = 0.0
+        self._step_tables: dict[int, list[BlockTable]] = {}
 
     # -- the loop's side -------------------------------------------------------------------------
 
@@ -103,6 +105,17 @@ class SchedulerBase:
     def tell_gone(self, request_id: str) -> None:
         """Tell the peer that the request ended here."""
         self.send(self.peer, Gone(request_id))
+
+    def hold_for_step(self, number: int, tables: Iterable[BlockTable]) -> None:
+        """The step now launched names these tables: their pages stay until it has ended."""
+        held = list(tables)
+        for table in held:
+            self.pool.hold(table)
+        self._step_tables[number] = held
+
+    def step_ended(self, number: int) -> None:
+        for table in self._step_tables.pop(number):
+            self.pool.drop(table)
 
     def report_stats(self, now: float, rows: int, waiting: int) -> None:
         if now < self._stats_due:

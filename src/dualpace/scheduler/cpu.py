@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dualpace.core.messages import (
     FRONTEND,
@@ -29,10 +30,9 @@ from dualpace.core.messages import (
 )
 from dualpace.core.plan import Batch, BatchRow, CopyJob
 from dualpace.core.request import RequestState
-from dualpace.kv.pages import PagePool, pages_for
+from dualpace.kv.pages import BlockTable, PagePool, pages_for
 from dualpace.policy.view import CpuView, Policy, RowView
 from dualpace.scheduler.base import SchedulerBase
-from dualpace.scheduler.rows import holder, step_holder
 
 logger = logging.getLogger(__name__)
 REPORTED_LENGTHS = 16  # rows whose length each HostReport names
@@ -43,11 +43,19 @@ class HostRow:
     """A request that the CPU engine decodes. All its tokens but the last have KV."""
 
     state: RequestState
+    table: BlockTable
     step: int | None = None
 
     @property
     def computed(self) -> int:
         return self.state.num_tokens - 1
+
+
+class Claim(NamedTuple):
+    """Host pages that the GPU engine uses: a grant it writes, or a load it reads."""
+
+    epoch: int
+    table: BlockTable
 
 
 class CpuScheduler(SchedulerBase):
@@ -59,8 +67,8 @@ class CpuScheduler(SchedulerBase):
         self.page_tokens = page_tokens
         self.max_rows = max_rows
         self.rows: dict[str, HostRow] = {}
-        self.grants: dict[str, int] = {}  # epoch by request
-        self.loads: dict[str, int] = {}  # epoch by request
+        self.grants: dict[str, Claim] = {}
+        self.loads: dict[str, Claim] = {}
         self._reported: tuple[int, int, int] | None = None
 
     # -- drain -----------------------------------------------------------------------------------
@@ -70,14 +78,13 @@ class CpuScheduler(SchedulerBase):
             case Reserve():
                 self._reserve(body)
             case Cancel():
-                self._drop_grant(body.request_id, body.epoch)
+                self._drop_claim(self.grants, body.request_id, body.epoch)
             case Handoff():
                 self._take_over(body.state)
             case Recall():
                 self._recall(body)
             case Loaded():
-                if self.loads.get(body.request_id) == body.epoch:
-                    self.forget_peer_pages(body.request_id)
+                self._drop_claim(self.loads, body.request_id, body.epoch)
             case _:
                 logger.error("the CPU engine has no use for %s", type(body).__name__)
 
@@ -85,22 +92,22 @@ class CpuScheduler(SchedulerBase):
         """Grant the pages, unless that would leave less than one free page per request here."""
         count = pages_for(ask.tokens, self.page_tokens)
         others = len(self.rows) + len(self.grants)
-        taken = None
+        table = None
         if ask.request_id not in self.grants and self.pool.free - count >= others:
-            taken = self.pool.take(count, ("grant", ask.request_id))
-        if taken is None:
+            table = self.pool.take(count)
+        if table is None:
             self.send(GPU, Deny(ask.request_id, ask.epoch))
         else:
-            self.grants[ask.request_id] = ask.epoch
-            self.send(GPU, Grant(ask.request_id, ask.epoch, taken))
+            self.grants[ask.request_id] = Claim(ask.epoch, table)
+            self.send(GPU, Grant(ask.request_id, ask.epoch, list(table.pages)))
 
     def _take_over(self, state: RequestState) -> None:
         """A handoff: the grant's pages become the row's."""
-        if self.grants.pop(state.id, None) is None:
+        grant = self.grants.pop(state.id, None)
+        if grant is None:
             logger.error("handoff of %s, for which there is no grant", state.id)
             return
-        self.pool.rename(("grant", state.id), holder(state.id))
-        self.rows[state.id] = HostRow(state)
+        self.rows[state.id] = HostRow(state, grant.table)
 
     def _recall(self, recall: Recall) -> None:
         """Release the committed state at once; a row in flight is discarded when it commits."""
@@ -116,22 +123,22 @@ class CpuScheduler(SchedulerBase):
             return
         del self.rows[recall.request_id]
         row.state.epoch += 1
-        self.loads[row.state.id] = row.state.epoch
-        self.pool.rename(holder(row.state.id), ("load", row.state.id))
+        self.loads[row.state.id] = Claim(row.state.epoch, row.table)
         self.moves["released"] += 1
-        pages = list(self.pool.held_by(("load", row.state.id)))
         self.flush_events()  # its last tokens go out before the GPU can emit the next
-        self.send(GPU, Release(row.state, pages))
+        self.send(GPU, Release(row.state, list(row.table.pages)))
 
     def forget_peer_pages(self, request_id: str) -> None:
-        self._drop_grant(request_id)
-        if self.loads.pop(request_id, None) is not None:
-            self.pool.drop(("load", request_id))
+        self._drop_claim(self.grants, request_id)
+        self._drop_claim(self.loads, request_id)
 
-    def _drop_grant(self, request_id: str, epoch: int | None = None) -> None:
-        if request_id in self.grants and epoch in (None, self.grants[request_id]):
-            del self.grants[request_id]
-            self.pool.drop(("grant", request_id))
+    def _drop_claim(
+        self, claims: dict[str, Claim], request_id: str, epoch: int | None = None
+    ) -> None:
+        claim = claims.get(request_id)
+        if claim is not None and epoch in (None, claim.epoch):
+            del claims[request_id]
+            self.pool.drop(claim.table)
 
     def on_end(self, request_id: str) -> None:
         """Abort, or the GPU engine ended it. Grants and loads stay until the GPU lets go."""
@@ -142,7 +149,7 @@ class CpuScheduler(SchedulerBase):
     def end(self, row: HostRow) -> None:
         request_id = row.state.id
         del self.rows[request_id]
-        self.pool.drop(holder(request_id))
+        self.pool.drop(row.table)
         self.tell_gone(request_id)
 
     # -- plan ------------------------------------------------------------------------------------
@@ -165,7 +172,7 @@ class CpuScheduler(SchedulerBase):
         batch = Batch(self.steps, tuple(self._batch_row(row) for row in parts))
         for row in parts:
             row.step = batch.number
-            self.pool.hold(self.pool.held_by(holder(row.state.id)), step_holder(batch))
+        self.hold_for_step(batch.number, (row.table for row in parts))
         return batch
 
     def view(self, now: float) -> CpuView:
@@ -182,7 +189,7 @@ class CpuScheduler(SchedulerBase):
                     row.state.arrival,
                     row.state.num_tokens,
                     row.computed,
-                    len(self.pool.held_by(holder(row.state.id))),
+                    len(row.table),
                     "host",
                 )
                 for row in rows
@@ -192,16 +199,14 @@ class CpuScheduler(SchedulerBase):
     def _send_back(self, row: HostRow) -> None:
         """No page for it: it goes back to the waiting queue with its tokens."""
         del self.rows[row.state.id]
-        self.pool.drop(holder(row.state.id))
+        self.pool.drop(row.table)
         row.state.epoch += 1
         self.moves["sent_back"] += 1
         self.flush_events()
         self.send(GPU, Return(row.state))
 
     def _has_room(self, row: HostRow) -> bool:
-        if row.computed < len(self.pool.held_by(holder(row.state.id))) * self.page_tokens:
-            return True
-        return self.pool.take(1, holder(row.state.id)) is not None
+        return row.computed < len(row.table) * self.page_tokens or self.pool.grow(row.table)
 
     def _batch_row(self, row: HostRow) -> BatchRow:
         state = row.state
@@ -209,7 +214,7 @@ class CpuScheduler(SchedulerBase):
             request_id=state.id,
             tokens=[state.last_token],
             start=row.computed,
-            pages=list(self.pool.held_by(holder(state.id))),
+            pages=list(row.table.pages),
             tier="host",
             sample=True,
             params=state.params,
@@ -219,7 +224,7 @@ class CpuScheduler(SchedulerBase):
     # -- commit ----------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, tokens: list[int | None]) -> None:
-        self.pool.drop(step_holder(batch))
+        self.step_ended(batch.number)
         for part, token in zip(batch.rows, tokens, strict=True):
             row = self.rows.get(part.request_id)
             if row is None or row.step != batch.number or token is None:
@@ -234,7 +239,7 @@ class CpuScheduler(SchedulerBase):
 
     def fail(self, batch: Batch, error: Exception) -> None:
         logger.error("iteration %d failed: %s", batch.number, error, exc_info=error)
-        self.pool.drop(step_holder(batch))
+        self.step_ended(batch.number)
         for part in batch.rows:
             row = self.rows.get(part.request_id)
             if row is not None and row.step == batch.number:

@@ -16,8 +16,8 @@ from dualpace.kv.ledger import TransferLedger
 from dualpace.kv.pages import PagePool, pages_for
 from dualpace.policy.view import GpuView, Policy
 from dualpace.scheduler.base import SchedulerBase
-from dualpace.scheduler.moves import Moves
-from dualpace.scheduler.rows import Phase, Row, holder, step_holder
+from dualpace.scheduler.moves import Mover
+from dualpace.scheduler.rows import Phase, Row
 
 logger = logging.getLogger(__name__)
 VIEWED_HOST_ROWS = 16  # how many of the oldest host rows a policy sees
@@ -37,7 +37,7 @@ class GpuScheduler(SchedulerBase):
         self.rows: dict[str, Row] = {}
         self.queue: list[Row] = []  # WAITING, in arrival order
         self.ledger = TransferLedger()
-        self.moves_of = Moves(self)
+        self.mover = Mover(self)
 
     # -- drain -----------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ class GpuScheduler(SchedulerBase):
         if isinstance(body, Submit):
             self.submit(body.state)
         else:
-            self.moves_of.handle(body)
+            self.mover.handle(body)
 
     def submit(self, state: RequestState) -> None:
         """Queue a new request at its arrival place."""
@@ -63,7 +63,7 @@ class GpuScheduler(SchedulerBase):
         row.computed = 0
         row.step = None
         row.host_pages = []
-        self.pool.drop(holder(row.id))
+        self.drop_table(row)
         bisect.insort(self.queue, row, key=lambda queued: queued.arrival)
 
     def on_end(self, request_id: str) -> None:
@@ -76,8 +76,14 @@ class GpuScheduler(SchedulerBase):
         del self.rows[row.id]
         if row.phase is Phase.WAITING:
             self.queue.remove(row)
-        self.pool.drop(holder(row.id))
-        self.moves_of.ended(row)
+        self.drop_table(row)
+        self.mover.ended(row)
+
+    def drop_table(self, row: Row) -> None:
+        """The row lets go of its GPU pages, if it has any."""
+        if row.table is not None:
+            self.pool.drop(row.table)
+            row.table = None
 
     # -- plan ------------------------------------------------------------------------------------
 
@@ -90,13 +96,13 @@ class GpuScheduler(SchedulerBase):
             self.enqueue(self.rows[request_id])
             self.moves["preempted"] += 1
         for request_id in decision.demote:
-            self.moves_of.demote(self.rows[request_id])
+            self.mover.demote(self.rows[request_id])
         for request_id in decision.promote:
-            self.moves_of.promote(self.rows[request_id])
+            self.mover.promote(self.rows[request_id])
         for request_id in decision.admit:
             self.admit(self.rows[request_id])
         for request_id in decision.reserve:
-            self.moves_of.reserve(self.rows[request_id])
+            self.mover.reserve(self.rows[request_id])
         return self.build(decision.prefill)
 
     def view(self, now: float) -> GpuView:
@@ -113,26 +119,27 @@ class GpuScheduler(SchedulerBase):
             pages_free=self.pool.free,
             max_rows=self.max_rows,
             max_tokens=self.max_tokens,
-            decoding=tuple(row.view(self._pages(row)) for row in by_phase[Phase.DECODE]),
-            prefilling=tuple(row.view(self._pages(row)) for row in by_phase[Phase.PREFILL]),
+            decoding=tuple(row.view() for row in by_phase[Phase.DECODE]),
+            prefilling=tuple(row.view() for row in by_phase[Phase.PREFILL]),
             waiting=tuple(row.view() for row in self.queue[: self.max_rows]),
             host=tuple(row.view() for row in by_phase[Phase.REMOTE][:VIEWED_HOST_ROWS]),
             moving=len(by_phase[Phase.RECALLING]) + len(by_phase[Phase.LOADING]),
             demoting_pages=sum(
-                self._pages(row)
+                len(row.pages)
                 for phase in (Phase.DEMOTING, Phase.STORING)
                 for row in by_phase[phase]
             ),
-            host_open=self.policy.uses_host and self.moves_of.host_open,
-            host_pages_total=self.moves_of.host_pages_total,
-            host_pages_free=self.moves_of.host_pages_free,
+            host_open=self.policy.uses_host and self.mover.host_open,
+            host_pages_total=self.mover.host_pages_total,
+            host_pages_free=self.mover.host_pages_free,
             host_rows=sum(row.belongs_to_host for row in self.rows.values()),
         )
 
     def admit(self, row: Row) -> None:
         """Give a waiting row GPU pages for all its tokens and the next."""
         count = pages_for(row.state.num_tokens + 1, self.page_tokens)
-        if self.pool.take(count, holder(row.id)) is not None:
+        row.table = self.pool.take(count)
+        if row.table is not None:
             self.queue.remove(row)
             row.phase = Phase.PREFILL
 
@@ -150,28 +157,18 @@ class GpuScheduler(SchedulerBase):
         if not parts:
             return None
         self.steps += 1
-        rows = [row.batch_row(count, list(self._page_list(row))) for row, count in parts]
-        batch = Batch(self.steps, tuple(rows))
+        batch = Batch(self.steps, tuple(row.batch_row(count) for row, count in parts))
         for row, _ in parts:
             row.step = batch.number
-            if row.tier == "gpu":
-                self.pool.hold(self.pool.held_by(holder(row.id)), step_holder(batch))
-            else:
+            if row.tier == "host":
                 self.ledger.begin_use(row.id)
+        self.hold_for_step(batch.number, (row.table for row, _ in parts if row.table is not None))
         return batch
 
     def _has_room(self, row: Row) -> bool:
-        if row.computed < self._pages(row) * self.page_tokens:
+        if row.computed < len(row.pages) * self.page_tokens:
             return True
-        return self.pool.take(1, holder(row.id)) is not None
-
-    def _pages(self, row: Row) -> int:
-        return len(self._page_list(row))
-
-    def _page_list(self, row: Row) -> list[int]:
-        if row.tier == "host":
-            return row.host_pages
-        return self.pool.held_by(holder(row.id))
+        return row.table is not None and self.pool.grow(row.table)
 
     # -- commit ----------------------------------------------------------------------------------
 
@@ -195,7 +192,7 @@ class GpuScheduler(SchedulerBase):
         if finish is not None:
             self.end(row)
         elif row.tier == "host":
-            self.moves_of.hand_off(row)
+            self.mover.hand_off(row)
         else:
             row.phase = Phase.DECODE
 
@@ -210,19 +207,19 @@ class GpuScheduler(SchedulerBase):
                 self.end(row)
 
     def _let_go(self, batch: Batch) -> None:
-        self.pool.drop(step_holder(batch))
+        self.step_ended(batch.number)
         for part in batch.rows:
             if part.tier == "host":
                 self.ledger.end_use(part.request_id)
-                self.moves_of.use_ended(part.request_id)
+                self.mover.use_ended(part.request_id)
 
     # -- copies ----------------------------------------------------------------------------------
 
     def take_copies(self) -> list[CopyJob]:
-        return self.moves_of.take_copies()
+        return self.mover.take_copies()
 
     def copied(self, job: CopyJob, error: Exception | None) -> None:
-        self.moves_of.copied(job, error)
+        self.mover.copied(job, error)
 
     # -- integrity -------------------------------------------------------------------------------
 
@@ -232,5 +229,5 @@ class GpuScheduler(SchedulerBase):
         waiting = [row for row in self.rows.values() if row.phase is Phase.WAITING]
         if sorted(map(id, waiting)) != sorted(map(id, self.queue)):
             raise AssertionError("the waiting queue does not hold the waiting rows")
-        if not self.rows and not self.moves_of.ending:
+        if not self.rows and not self.mover.ending:
             self.pool.check_integrity(idle=True)

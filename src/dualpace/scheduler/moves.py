@@ -30,8 +30,8 @@ from dualpace.core.messages import (
     Return,
 )
 from dualpace.core.plan import CopyJob
-from dualpace.kv.pages import pages_for
-from dualpace.scheduler.rows import Phase, Row, holder
+from dualpace.kv.pages import BlockTable, pages_for
+from dualpace.scheduler.rows import Phase, Row
 
 if TYPE_CHECKING:
     from dualpace.scheduler.gpu import GpuScheduler
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Moves:
+class Mover:
     """Speaks with the CPU engine on behalf of the GPU scheduler's rows."""
 
     def __init__(self, scheduler: GpuScheduler) -> None:
@@ -51,6 +51,7 @@ class Moves:
         self.ending: set[str] = set()  # ended here, but a step or copy still touches host pages
         self._draining: int | None = None
         self._copies: list[CopyJob] = []
+        self._copy_tables: dict[int, BlockTable] = {}
 
     @property
     def host_open(self) -> bool:
@@ -91,7 +92,7 @@ class Moves:
         state = row.state
         state.epoch += 1
         self.gpu.send(CPU, Handoff(state))
-        self.gpu.pool.drop(holder(row.id))
+        self.gpu.drop_table(row)
         self.gpu.moves["handed_off"] += 1
         row.phase = Phase.REMOTE
         row.tier = "host"
@@ -133,8 +134,8 @@ class Moves:
 
     def _store(self, row: Row) -> None:
         count = pages_for(row.computed, self.gpu.page_tokens)
-        source = self.gpu.pool.held_by(holder(row.id))[:count]
-        self._copy(row, "store", source, row.host_pages[:count])
+        assert row.table is not None
+        self._copy(row.id, "store", row.table, row.table.pages[:count], row.host_pages[:count])
         row.phase = Phase.STORING
 
     # -- promotion -------------------------------------------------------------------------------
@@ -142,10 +143,10 @@ class Moves:
     def promote(self, row: Row) -> None:
         """Reserve GPU pages for a row of the CPU engine and ask it back."""
         count = pages_for(row.host_length + 1, self.gpu.page_tokens)
-        pages = self.gpu.pool.take(count, holder(row.id))
-        if pages is not None:
+        row.table = self.gpu.pool.take(count)
+        if row.table is not None:
             row.phase = Phase.RECALLING
-            room = len(pages) * self.gpu.page_tokens
+            room = count * self.gpu.page_tokens
             self.gpu.send(CPU, Recall(row.id, row.state.epoch, room))
 
     def _released(self, release: Release) -> None:
@@ -157,13 +158,13 @@ class Moves:
         row.phase = Phase.LOADING
         row.host_pages = release.pages
         count = pages_for(state.num_tokens - 1, self.gpu.page_tokens)
-        target = self.gpu.pool.held_by(holder(row.id))[:count]
-        self._copy(row, "load", release.pages[:count], target)
+        assert row.table is not None
+        self._copy(row.id, "load", row.table, release.pages[:count], row.table.pages[:count])
 
     def _kept(self, keep: KeepRow) -> None:
         row = self._row(keep.request_id, keep.epoch, Phase.RECALLING)
         if row is not None:
-            self.gpu.pool.drop(holder(row.id))
+            self.gpu.drop_table(row)
             row.phase = Phase.REMOTE
             row.host_length = max(row.host_length, keep.tokens)
 
@@ -176,7 +177,7 @@ class Moves:
     def copied(self, job: CopyJob, error: Exception | None) -> None:
         """A copy has ended: its pages may go, and its row goes on."""
         self.gpu.ledger.close(job)
-        self.gpu.pool.drop(("copy", job.number))
+        self.gpu.pool.drop(self._copy_tables.pop(job.number))
         self.use_ended(job.request_id)
         if error is not None:
             logger.error("%s of %s failed: %s", job.kind, job.request_id, error, exc_info=error)
@@ -203,10 +204,17 @@ class Moves:
                 self.gpu.enqueue(row)
 
     def _copy(
-        self, row: Row, kind: Literal["load", "store"], source: list[int], target: list[int]
+        self,
+        request_id: str,
+        kind: Literal["load", "store"],
+        table: BlockTable,
+        source: list[int],
+        target: list[int],
     ) -> None:
-        job = self.gpu.ledger.open(row.id, kind, source, target)
-        self.gpu.pool.hold(source if kind == "store" else target, ("copy", job.number))
+        """Start a copy from or to the GPU pages of `table`, which it holds until it has ended."""
+        job = self.gpu.ledger.open(request_id, kind, source, target)
+        self.gpu.pool.hold(table)
+        self._copy_tables[job.number] = table
         self._copies.append(job)
 
     # -- endings ---------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from dualpace.core.plan import Batch, BatchRow, Tier
+from dualpace.core.plan import BatchRow, Tier
 from dualpace.core.request import RequestState
+from dualpace.kv.pages import BlockTable
 from dualpace.policy.view import RowView
 
 
@@ -36,12 +37,18 @@ HOST_PHASES = frozenset({Phase.RESERVING, Phase.DEMOTING, Phase.STORING, Phase.R
 
 @dataclass(eq=False)
 class Row:
-    """One request. `computed` positions have KV; `step` is the launched step it takes part in."""
+    """One request. `computed` positions have KV; `step` is the launched step it takes part in.
+
+    table: its GPU pages, in every phase in which it has some or is to get its KV there;
+    host_pages: granted or released pages of the CPU engine's pool; host_length: its tokens when
+    the CPU engine last told.
+    """
 
     state: RequestState
     phase: Phase = Phase.WAITING
     tier: Tier = "gpu"
     computed: int = 0
+    table: BlockTable | None = None
     host_pages: list[int] = field(default_factory=list)
     host_length: int = 0
     host_knows: bool = False
@@ -60,12 +67,19 @@ class Row:
         """True if it has host pages, or is about to get some."""
         return self.phase in HOST_PHASES or (self.phase is Phase.PREFILL and self.tier == "host")
 
-    def view(self, pages: int = 0) -> RowView:
-        """As the policy sees it, holding `pages` pages."""
-        tokens = self.host_length if self.phase is Phase.REMOTE else self.state.num_tokens
-        return RowView(self.id, self.arrival, tokens, self.computed, pages, self.tier)
+    @property
+    def pages(self) -> list[int]:
+        """Its pages in its tier."""
+        if self.tier == "host":
+            return self.host_pages
+        return self.table.pages if self.table is not None else []
 
-    def batch_row(self, count: int, pages: list[int]) -> BatchRow:
+    def view(self) -> RowView:
+        """As the policy sees it."""
+        tokens = self.host_length if self.phase is Phase.REMOTE else self.state.num_tokens
+        return RowView(self.id, self.arrival, tokens, self.computed, len(self.pages), self.tier)
+
+    def batch_row(self, count: int) -> BatchRow:
         """Its part of a step that computes the next `count` positions."""
         end = self.computed + count
         decodes = self.phase is Phase.DECODE
@@ -73,19 +87,9 @@ class Row:
             request_id=self.id,
             tokens=[self.state.last_token] if decodes else self.state.tokens[self.computed : end],
             start=self.computed,
-            pages=pages,
+            pages=list(self.pages),
             tier=self.tier,
             sample=end == self.state.num_tokens,
             params=self.state.params,
             banned_ids=self.state.banned_ids,
         )
-
-
-def holder(request_id: str) -> tuple[str, str]:
-    """The page holder that is the request itself."""
-    return ("row", request_id)
-
-
-def step_holder(batch: Batch) -> tuple[str, int]:
-    """The page holder that is a launched step."""
-    return ("step", batch.number)

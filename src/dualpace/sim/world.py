@@ -165,7 +165,7 @@ class World:
         for scheduler in (self.gpu_scheduler, self.cpu_scheduler):
             scheduler.pool.check_integrity(idle=True)
             assert not scheduler.rows, scheduler.rows
-        assert not self.gpu_scheduler.moves_of.ending
+        assert not self.gpu_scheduler.mover.ending
 
     # -- inside ----------------------------------------------------------------------------------
 
