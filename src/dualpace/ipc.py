@@ -26,8 +26,8 @@ class Port(Protocol):
         """All messages that have arrived, oldest first, without waiting."""
         ...
 
-    def wait(self, timeout: float | None) -> None:
-        """Return when a message has arrived, `wake` was called, or `timeout` seconds passed."""
+    def wait(self, timeout: float) -> bool:
+        """True once a message has arrived or `wake` was called, False after `timeout` seconds."""
         ...
 
 
@@ -100,13 +100,15 @@ class EnginePort(_Outboxes):
                 self.connect(CPU, body.address)
             elif isinstance(body, PeerDown):
                 self.disconnect(CPU)
+                self.generation = body.generation + 1  # the dead one's last messages are stale
             if envelope.sender == FRONTEND or envelope.generation == self.generation:
                 envelopes.append(envelope)
 
-    def wait(self, timeout: float | None) -> None:
-        ready = dict(self._poller.poll(None if timeout is None else max(0, int(timeout * 1000))))
+    def wait(self, timeout: float) -> bool:
+        ready = dict(self._poller.poll(int(timeout * 1000)))
         if self._wake in ready:
             os.eventfd_read(self._wake)
+        return bool(ready)
 
     def wake(self) -> None:
         """End the current or next `wait`. Safe from any thread."""

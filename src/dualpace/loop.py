@@ -2,7 +2,7 @@
 
 The GPU engine, the CPU engine and the simulator run it with their own scheduler (what the engine
 owns and decides) and executor (what computes). While a step runs the loop goes on answering
-messages; `depth` says how many steps may be under way at once.
+messages.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from dualpace.core.errors import FatalEngineError
 from dualpace.core.messages import AnyMessage, Envelope
 from dualpace.core.plan import Batch, CopyJob, Executor, Ticket
 from dualpace.ipc import Port
@@ -63,13 +64,11 @@ class EngineLoop:
         executor: Executor,
         port: Port,
         clock: Callable[[], float],
-        depth: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.port = port
         self.clock = clock
-        self.depth = depth
         self.steps: deque[tuple[Batch, Ticket[list[int | None]]]] = deque()
         self.copies: list[tuple[CopyJob, Ticket[None]]] = []
 
@@ -81,10 +80,9 @@ class EngineLoop:
     def step(self) -> None:
         """One turn. Returns after a message, a completion, or (idle) a second."""
         self.drain()
-        launched = self.plan_and_launch()
+        self.plan_and_launch()
         self.emit()
-        if not launched or len(self.steps) >= self.depth:
-            self.wait()
+        self.wait()
         self.commit()
         self.emit()
 
@@ -92,21 +90,19 @@ class EngineLoop:
         for envelope in self.port.drain():
             self.scheduler.on_message(envelope)
 
-    def plan_and_launch(self) -> bool:
-        """Fill the pipeline by one step and start waiting copies."""
-        batch = None
-        if len(self.steps) < self.depth:
+    def plan_and_launch(self) -> None:
+        """Start the next step, if none is under way, and the copies that wait."""
+        if not self.steps:
             batch = self.scheduler.plan(self.clock())
             if batch is not None:
                 self.steps.append((batch, self.executor.launch(batch)))
         for job in self.scheduler.take_copies():
             self.copies.append((job, self.executor.copy(job)))
-        return batch is not None
 
     def wait(self) -> None:
-        if not self.steps and not self.copies:
+        something = self.port.wait(1.0)
+        if not something and not self.steps and not self.copies:
             self.scheduler.idle()
-        self.port.wait(1.0)
 
     def commit(self) -> None:
         """Take in completed steps in order, and completed copies in any order."""
@@ -114,7 +110,9 @@ class EngineLoop:
             batch, ticket = self.steps.popleft()
             try:
                 tokens = ticket.result()
-            except Exception as error:  # whatever the device raised costs this step, no more
+            except FatalEngineError:
+                raise
+            except Exception as error:  # whatever else the device raised costs this step, no more
                 self.scheduler.fail(batch, error)
             else:
                 self.scheduler.commit(batch, tokens)

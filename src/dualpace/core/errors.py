@@ -7,6 +7,7 @@ DualPaceError
   RequestError       one request is wrong: the client gets a 4xx, nobody else notices
     CapacityError    no KV tier could ever hold the request
   EngineError        an engine failed: the client gets a 5xx
+        FatalEngineError its device is unusable: the process must end and be started again
 """
 
 
@@ -40,3 +41,7 @@ class CapacityError(RequestError):
 
 class EngineError(DualPaceError):
     """An engine failed while it held the request."""
+
+
+class FatalEngineError(EngineError):
+    """The engine's device cannot be used any more by this process."""

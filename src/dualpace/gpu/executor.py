@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from dualpace.core.config import EngineConfig
-from dualpace.core.errors import EngineError
+from dualpace.core.errors import EngineError, FatalEngineError
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob
 from dualpace.gpu.runner import ModelRunner
@@ -88,6 +88,21 @@ class TorchExecutor:
 
 
 def _without_gradients(work: Callable[[], Result]) -> Result:
-    """Call `work` in inference mode, which torch keeps for each thread apart."""
+    """Call `work` in inference mode, which torch keeps for each thread apart.
+
+    Raises `FatalEngineError` where the failure has left CUDA unusable (an illegal access, say).
+    """
     with torch.inference_mode():
-        return work()
+        try:
+            return work()
+        except Exception as error:
+            _check_device(error)
+            raise
+
+
+def _check_device(error: Exception) -> None:
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except Exception:
+            raise FatalEngineError(f"CUDA is unusable after: {error}") from error

@@ -25,8 +25,10 @@ def largest_batch(config: EngineConfig) -> Batch:
 
     Every row names page 0 throughout, so that one page is enough to run it.
     """
-    decodes = min(config.max_num_seqs, config.max_num_batched_tokens) - 1
-    chunk = min(config.max_num_batched_tokens - decodes, config.max_model_len)
+    decodes = config.max_num_seqs - 1
+    # Prompts get a page at least, however many rows decode (policy.chunks).
+    room = max(config.max_num_batched_tokens - decodes, config.page_tokens)
+    chunk = min(room, config.max_model_len)
     sizes = [(chunk, config.max_model_len)]
     if decodes:
         context = min(config.max_model_len, max(1, GATHER_TOKENS // decodes))

@@ -1,4 +1,4 @@
-"""The transfer ledger: copies under way between the tiers, and endings that wait for them.
+"""The transfer ledger: what is under way on pages that another process owns.
 
 Holds numbers and names; the copies themselves are the executor's.
 """
@@ -20,7 +20,6 @@ class TransferLedger:
 
     def __init__(self) -> None:
         self._uses: Counter[str] = Counter()
-        self._jobs: dict[int, CopyJob] = {}
         self._issued = 0
 
     @property
@@ -34,13 +33,11 @@ class TransferLedger:
         """A new job; it counts as a use until `close`."""
         self._issued += 1
         job = CopyJob(self._issued, request_id, kind, source, target)
-        self._jobs[job.number] = job
         self.begin_use(request_id)
         return job
 
     def close(self, job: CopyJob) -> None:
         """The copy has completed or failed."""
-        del self._jobs[job.number]
         self.end_use(job.request_id)
 
     def begin_use(self, request_id: str) -> None:

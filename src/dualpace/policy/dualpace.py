@@ -79,7 +79,8 @@ class DualPacePolicy:
         )
 
     def _relieve(self, view: GpuView) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Youngest rows to demote, or (without a host) to preempt, until the others can grow."""
+        """Youngest rows to leave, until the others can grow: to demote where the host can take
+        them, else to preempt."""
         rows = list(view.decoding)
         free = view.pages_free + view.demoting_pages
         leaving = []
@@ -89,9 +90,14 @@ class DualPacePolicy:
             victim = rows.pop()
             free += victim.pages
             leaving.append(victim)
-        if view.host_open:
-            return tuple(row.id for row in leaving), ()
-        return (), tuple(row.id for row in leaving)
+        fits = [
+            view.host_open and pages_for(row.tokens + 1, view.page_tokens) <= view.host_pages_total
+            for row in leaving
+        ]
+        return (
+            tuple(row.id for row, fit in zip(leaving, fits, strict=True) if fit),
+            tuple(row.id for row, fit in zip(leaving, fits, strict=True) if not fit),
+        )
 
     def _could_sit(self, row: RowView, view: GpuView) -> bool:
         return pages_for(row.tokens + 1, view.page_tokens) <= view.pages_total

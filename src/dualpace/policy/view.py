@@ -1,7 +1,4 @@
-"""What a policy sees and what it answers: ids, counts and the time, frozen.
-
-A row whose step is under way counts as computed; its next token is not known yet.
-"""
+"""What a policy sees and what it answers: ids, counts and the time, frozen."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from dualpace.core.plan import Tier
 class RowView(msgspec.Struct, frozen=True):
     """One request.
 
-    tokens: prompt and output tokens it has; computed: leading positions whose KV is written (or
-    being written); pages: KV pages it holds in `tier`.
+    tokens: prompt and output tokens it has; computed: leading positions whose KV is written;
+    pages: KV pages it holds in `tier`.
     """
 
     id: str
@@ -37,7 +34,8 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
 
     decoding: rows with complete KV on the GPU; prefilling: rows with pages in either tier and
     positions left to compute; waiting: rows without pages (the first of them); host: the oldest
-    requests of the CPU engine; moving: rows under promotion, demotion or reservation.
+    requests of the CPU engine; moving: rows under promotion, whose GPU pages are reserved;
+    demoting_pages: GPU pages that rows under demotion will give back.
     """
 
     now: float

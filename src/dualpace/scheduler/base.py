@@ -63,8 +63,11 @@ class SchedulerBase:
                 self.handle(body)
 
     def take_messages(self) -> list[tuple[str, AnyMessage]]:
-        self.flush_events()
         messages, self._outbox = self._outbox, []
+        if self._events:
+            # First of all: when the peer hears that a request is gone, its last token has left.
+            messages.insert(0, (FRONTEND, Tokens(self._events)))
+            self._events = []
         return messages
 
     def take_copies(self) -> list[CopyJob]:
@@ -95,12 +98,6 @@ class SchedulerBase:
 
     def emit_token(self, event: TokenEvent) -> None:
         self._events.append(event)
-
-    def flush_events(self) -> None:
-        """Turn the tokens of a step into one message."""
-        if self._events:
-            self.send(FRONTEND, Tokens(self._events))
-            self._events = []
 
     def tell_gone(self, request_id: str) -> None:
         """Tell the peer that the request ended here."""

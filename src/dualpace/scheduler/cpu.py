@@ -125,7 +125,6 @@ class CpuScheduler(SchedulerBase):
         row.state.epoch += 1
         self.loads[row.state.id] = Claim(row.state.epoch, row.table)
         self.moves["released"] += 1
-        self.flush_events()  # its last tokens go out before the GPU can emit the next
         self.send(GPU, Release(row.state, list(row.table.pages)))
 
     def forget_peer_pages(self, request_id: str) -> None:
@@ -139,6 +138,7 @@ class CpuScheduler(SchedulerBase):
         if claim is not None and epoch in (None, claim.epoch):
             del claims[request_id]
             self.pool.drop(claim.table)
+            self._reported = None  # granted and given back at once, the free pages look unchanged
 
     def on_end(self, request_id: str) -> None:
         """Abort, or the GPU engine ended it. Grants and loads stay until the GPU lets go."""
@@ -164,7 +164,7 @@ class CpuScheduler(SchedulerBase):
         parts = [
             row
             for row in (self.rows[request_id] for request_id in decision.run)
-            if row.step is None and self._has_room(row)
+            if self._has_room(row)
         ]
         if not parts:
             return None
@@ -202,7 +202,6 @@ class CpuScheduler(SchedulerBase):
         self.pool.drop(row.table)
         row.state.epoch += 1
         self.moves["sent_back"] += 1
-        self.flush_events()
         self.send(GPU, Return(row.state))
 
     def _has_room(self, row: HostRow) -> bool:

@@ -17,7 +17,7 @@ from dualpace.kv.pages import PagePool, pages_for
 from dualpace.policy.view import GpuView, Policy
 from dualpace.scheduler.base import SchedulerBase
 from dualpace.scheduler.moves import Mover
-from dualpace.scheduler.rows import Phase, Row
+from dualpace.scheduler.rows import HOST_PHASES, Phase, Row, by_arrival
 
 logger = logging.getLogger(__name__)
 VIEWED_HOST_ROWS = 16  # how many of the oldest host rows a policy sees
@@ -64,7 +64,7 @@ class GpuScheduler(SchedulerBase):
         row.step = None
         row.host_pages = []
         self.drop_table(row)
-        bisect.insort(self.queue, row, key=lambda queued: queued.arrival)
+        bisect.insort(self.queue, row, key=by_arrival)
 
     def on_end(self, request_id: str) -> None:
         row = self.rows.get(request_id)
@@ -109,9 +109,10 @@ class GpuScheduler(SchedulerBase):
         """The books as the policy may see them."""
         by_phase: dict[Phase, list[Row]] = {phase: [] for phase in Phase}
         for row in self.rows.values():
-            by_phase[row.phase].append(row)
+            if row.phase is not Phase.WAITING:
+                by_phase[row.phase].append(row)
         for phase in (Phase.DECODE, Phase.PREFILL, Phase.REMOTE):
-            by_phase[phase].sort(key=lambda row: row.arrival)
+            by_phase[phase].sort(key=by_arrival)
         return GpuView(
             now=now,
             page_tokens=self.page_tokens,
@@ -132,7 +133,8 @@ class GpuScheduler(SchedulerBase):
             host_open=self.policy.uses_host and self.mover.host_open,
             host_pages_total=self.mover.host_pages_total,
             host_pages_free=self.mover.host_pages_free,
-            host_rows=sum(row.belongs_to_host for row in self.rows.values()),
+            host_rows=sum(len(by_phase[phase]) for phase in HOST_PHASES)
+            + sum(row.tier == "host" for row in by_phase[Phase.PREFILL]),
         )
 
     def admit(self, row: Row) -> None:
@@ -145,14 +147,12 @@ class GpuScheduler(SchedulerBase):
 
     def build(self, prefill: tuple[tuple[str, int], ...]) -> Batch | None:
         """The step: every decoding row that has (or gets) a page, then the prompts' chunks."""
-        parts = [
-            (row, 1)
-            for row in sorted(self.rows.values(), key=lambda row: row.arrival)
-            if row.phase is Phase.DECODE and row.step is None and self._has_room(row)
-        ]
+        decoding = [row for row in self.rows.values() if row.phase is Phase.DECODE]
+        decoding.sort(key=by_arrival)  # where pages are short, the oldest grow
+        parts = [(row, 1) for row in decoding if self._has_room(row)]
         for request_id, count in prefill:
             row = self.rows[request_id]
-            if row.phase is Phase.PREFILL and row.step is None:
+            if row.phase is Phase.PREFILL:
                 parts.append((row, count))
         if not parts:
             return None

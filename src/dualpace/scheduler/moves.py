@@ -121,6 +121,7 @@ class Mover:
         self.host_denied = True
         row = self._row(deny.request_id, deny.epoch, Phase.RESERVING, Phase.DEMOTING)
         if row is not None:
+            self.host_pages_free += pages_for(row.state.num_tokens + 1, self.gpu.page_tokens)
             if row.phase is Phase.DEMOTING:
                 self.gpu.moves["preempted"] += 1
             self.gpu.enqueue(row)

@@ -32,7 +32,8 @@ class Phase(enum.Enum):
     LOADING = "loading"  # its KV is being copied to the GPU
 
 
-HOST_PHASES = frozenset({Phase.RESERVING, Phase.DEMOTING, Phase.STORING, Phase.REMOTE})
+# Phases in which a row has host pages or has asked for some; beside them, a PREFILL into the host.
+HOST_PHASES = (Phase.RESERVING, Phase.DEMOTING, Phase.STORING, Phase.REMOTE)
 
 
 @dataclass(eq=False)
@@ -63,11 +64,6 @@ class Row:
         return self.state.arrival
 
     @property
-    def belongs_to_host(self) -> bool:
-        """True if it has host pages, or is about to get some."""
-        return self.phase in HOST_PHASES or (self.phase is Phase.PREFILL and self.tier == "host")
-
-    @property
     def pages(self) -> list[int]:
         """Its pages in its tier."""
         if self.tier == "host":
@@ -93,3 +89,8 @@ class Row:
             params=self.state.params,
             banned_ids=self.state.banned_ids,
         )
+
+
+def by_arrival(row: Row) -> int:
+    """Sort key."""
+    return row.state.arrival

@@ -36,7 +36,7 @@ class Durations:
             gpu_step=self.gpu_step,
             cpu_step=self.cpu_step,
             copy=self.copy,
-            delay=lambda sender, to: MESSAGE_DELAY,
+            delay=lambda sender, to: 0.0 if sender == to else MESSAGE_DELAY,
             page_tokens=page_tokens,
         )
 

@@ -30,8 +30,9 @@ class SimulatedPort:
         inbox, self.inbox = self.inbox, []
         return inbox
 
-    def wait(self, timeout: float | None) -> None:
-        """Virtual time passes only between events."""
+    def wait(self, timeout: float) -> bool:
+        """Returns at once: virtual time passes only between events."""
+        return True
 
 
 class Network:

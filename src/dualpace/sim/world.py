@@ -36,7 +36,10 @@ from dualpace.sim.network import Network, SimulatedPort
 
 @dataclass(frozen=True)
 class Hardware:
-    """How long things take, in seconds, and how many pages there are."""
+    """How long things take, in seconds, and how many pages there are.
+
+    `delay(sender, to)` is a message's travel time; from a process to itself, its time to wake.
+    """
 
     gpu_pages: int
     host_pages: int
@@ -165,7 +168,11 @@ class World:
         for scheduler in (self.gpu_scheduler, self.cpu_scheduler):
             scheduler.pool.check_integrity(idle=True)
             assert not scheduler.rows, scheduler.rows
-        assert not self.gpu_scheduler.mover.ending
+        mover = self.gpu_scheduler.mover
+        assert not mover.ending
+        if mover.host_up:
+            assert mover.host_open
+            assert mover.host_pages_free == self.cpu_scheduler.pool.free
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -178,7 +185,11 @@ class World:
         def turn() -> None:
             engine.turn()
 
-        port = self.network.port(name, turn)
+        def notice() -> None:
+            # A process takes a moment to wake: what arrives meanwhile is drained with it.
+            self.clock.at(self.clock.now + self.hardware.delay(name, name), turn)
+
+        port = self.network.port(name, notice)
         executor = SimulatedExecutor(self.clock, self.memory, step_time, self.hardware.copy, turn)
         loop = EngineLoop(scheduler, executor, port, self.clock)
         engine = Engine(loop, port, executor)
