@@ -16,7 +16,7 @@ constexpr size_t kLine = 16;         // floats in a cache line
 // What AttentionArgs::scratch must hold: queries, sums, scores, running state, and one padded tile
 // of K or V for head sizes that are no multiple of 16.
 size_t attention_scratch_floats(int group, int head_dim) {
-  const size_t width = static_cast<size_t>(round_up(head_dim, 16));
+  const size_t width = static_cast<size_t>(round_up(head_dim, 32));
   const size_t heads = static_cast<size_t>(group);
   return heads * (2 * width + kTileTokens) + static_cast<size_t>(round_up(2 * group, 16)) +
          kTileTokens * width;
@@ -122,10 +122,13 @@ void AttentionPlan::attend(const KernelTable& kernels, const CacheShape& shape, 
     args.values = arena + shape.offset(layer, 1, task.kv_head);
     args.pages = rows.pages[row];
     args.next_keys = args.next_values = nullptr;
+    args.next_pages = nullptr;
+    args.next_tokens = 0;
     if (i + 1 < last) {
       const Task& next = tasks_[i + 1];
-      const size_t page = static_cast<size_t>(
-          rows.pages[static_cast<size_t>(next.row)][next.begin / shape.page_tokens]);
+      args.next_pages = rows.pages[static_cast<size_t>(next.row)] + next.begin / shape.page_tokens;
+      args.next_tokens = next.end - next.begin;
+      const size_t page = static_cast<size_t>(*args.next_pages);
       args.next_keys = arena + page * args.page_stride + shape.offset(layer, 0, next.kv_head);
       args.next_values = arena + page * args.page_stride + shape.offset(layer, 1, next.kv_head);
     }

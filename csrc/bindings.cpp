@@ -15,70 +15,15 @@
 #include <string>
 #include <vector>
 
-#include "dispatch.h"
+#include "bindings.h"
+#include "engine.h"
 #include "layer_program.h"
+#include "memory.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace nanobind::literals;
 
 namespace dualpace {
 namespace {
-
-template <class T, int Dims>
-using In = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
-template <class T, int Dims>
-using Out = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
-using AnyIn = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
-
-void require(bool ok, const std::string& rule) {
-  if (!ok) throw std::invalid_argument(rule);
-}
-
-DType parse_dtype(const std::string& name) {
-  require(name == "float32" || name == "bfloat16", "dtype must be float32 or bfloat16");
-  return name == "bfloat16" ? kBFloat16 : kFloat32;
-}
-
-Source source_of(const AnyIn& array) {
-  if (array.dtype() == nb::dtype<uint16_t>()) return {array.data(), kBFloat16};
-  require(array.dtype() == nb::dtype<float>(), "tensors must be float32, or bfloat16 as uint16");
-  return {array.data(), kFloat32};
-}
-
-// A writable buffer of Python's (mmap, memoryview, array), held while the object lives.
-class Buffer {
- public:
-  explicit Buffer(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_WRITABLE) != 0) throw nb::python_error();
-  }
-  ~Buffer() { PyBuffer_Release(&view_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  char* data() const { return static_cast<char*>(view_.buf); }
-  size_t size() const { return static_cast<size_t>(view_.len); }
-
- private:
-  Py_buffer view_;
-};
-
-// Lists of lists, flat: entry i is values[offsets[i]:offsets[i+1]].
-struct Ragged {
-  Ragged(const In<int64_t, 1>& offsets, const In<int32_t, 1>& values, size_t rows,
-         const char* name)
-      : offsets_(offsets.data()), values_(values.data()) {
-    bool ok = offsets.shape(0) == rows + 1 && offsets_[0] == 0 &&
-              offsets_[rows] == static_cast<int64_t>(values.shape(0));
-    for (size_t i = 0; ok && i < rows; ++i) ok = offsets_[i] <= offsets_[i + 1];
-    require(ok, std::string(name) + ": offsets do not match the values");
-  }
-  const int32_t* begin(size_t row) const { return values_ + offsets_[row]; }
-  int64_t length(size_t row) const { return offsets_[row + 1] - offsets_[row]; }
-
- private:
-  const int64_t* offsets_;
-  const int32_t* values_;
-};
 
 std::vector<SamplingRow> sampling_rows(size_t rows, const In<double, 1>& temperature,
                                        const In<int64_t, 1>& top_k, const In<double, 1>& top_p,
@@ -99,141 +44,175 @@ std::vector<SamplingRow> sampling_rows(size_t rows, const In<double, 1>& tempera
   return all;
 }
 
-// Threads and kernels; the kernels can be run alone, which is how they are tested.
-class Engine {
- public:
-  Engine(std::vector<int> cpu_ids, const std::string& isa)
-      : kernels_(select_kernels(isa)), pool_(std::move(cpu_ids)) {}
+// The kernels alone, which is how they are tested.
 
-  const KernelTable& kernels() const { return *kernels_; }
-  ThreadPool& pool() { return pool_; }
+void linear(Engine& engine, const In<float, 2>& x, const AnyIn& weight,
+            const std::optional<In<float, 1>>& bias, const Out<float, 2>& out) {
+  const Source source = source_of(weight);
+  require(weight.ndim() == 2 && weight.shape(1) == x.shape(1), "weight must be [out, in]");
+  const size_t m = x.shape(0), k = x.shape(1), n = weight.shape(0);
+  require(m > 0 && k > 0 && n > 0 && out.shape(0) == m && out.shape(1) == n,
+          "out must be [rows, out]");
+  require(!bias || bias->shape(0) == n, "bias must be [out]");
+  Linear layer;
+  layer.n = static_cast<int>(n);
+  layer.k = static_cast<int>(k);
+  layer.dtype = source.dtype;
+  const size_t columns = static_cast<size_t>(layer.num_panels()) * kPanel;
+  Mapping memory(packed_bytes(layer.n, layer.k, layer.dtype) + columns * sizeof(float) + 64);
+  layer.panels = memory.take(packed_bytes(layer.n, layer.k, layer.dtype));
+  if (bias) {
+    layer.bias = reinterpret_cast<float*>(memory.take(columns * sizeof(float)));
+    std::copy_n(bias->data(), n, layer.bias);
+  }
+  const DType type = engine.kernels().activations[layer.dtype];
+  const size_t stride = activation_stride(layer.k);
+  std::vector<float> a(m * stride), c(m * columns);
+  for (size_t i = 0; i < m; ++i) {
+    engine.kernels().store[type](
+        x.data() + i * k, layer.k,
+        reinterpret_cast<char*>(a.data()) + i * stride * element_bytes(type));
+  }
+  {
+    const nb::gil_scoped_release release;
+    engine.pool().run([&](int thread) {
+      const Range mine = share(layer.n, thread, engine.pool().size());
+      pack_rows(layer, source, mine.begin, mine.end, 0, 1, 0);
+      engine.pool().barrier();
+      run_linear(engine.kernels(), layer, a.data(), stride, static_cast<int>(m), c.data(), columns,
+                 false, thread, engine.pool().size());
+    });
+  }
+  for (size_t i = 0; i < m; ++i) std::copy_n(c.data() + i * columns, n, out.data() + i * n);
+}
 
-  void linear(const In<float, 2>& x, const AnyIn& weight, const std::optional<In<float, 1>>& bias,
+void rms_norm(Engine& engine, const In<float, 2>& x, const In<float, 1>& weight, float eps,
               const Out<float, 2>& out) {
-    const Source source = source_of(weight);
-    require(weight.ndim() == 2 && weight.shape(1) == x.shape(1), "weight must be [out, in]");
-    const size_t m = x.shape(0), k = x.shape(1), n = weight.shape(0);
-    require(m > 0 && k > 0 && n > 0 && out.shape(0) == m && out.shape(1) == n,
-            "out must be [rows, out]");
-    require(!bias || bias->shape(0) == n, "bias must be [out]");
-    Linear layer;
-    layer.n = static_cast<int>(n);
-    layer.k = static_cast<int>(k);
-    layer.dtype = source.dtype;
-    const size_t columns = static_cast<size_t>(layer.num_panels()) * kPanel;
-    Mapping memory(packed_bytes(layer.n, layer.k, layer.dtype) + columns * sizeof(float) + 64);
-    layer.panels = memory.take(packed_bytes(layer.n, layer.k, layer.dtype));
-    if (bias) {
-      layer.bias = reinterpret_cast<float*>(memory.take(columns * sizeof(float)));
-      std::copy_n(bias->data(), n, layer.bias);
-    }
-    const DType type = kernels_->activations[layer.dtype];
-    const size_t stride = activation_stride(layer.k);
-    std::vector<float> a(m * stride), c(m * columns);
-    for (size_t i = 0; i < m; ++i) {
-      kernels_->store[type](x.data() + i * k, layer.k,
-                            reinterpret_cast<char*>(a.data()) + i * stride * element_bytes(type));
-    }
-    {
-      const nb::gil_scoped_release release;
-      pool_.run([&](int thread) {
-        const Range mine = share(layer.n, thread, pool_.size());
-        pack_rows(layer, source, mine.begin, mine.end, 0, 1, 0);
-        pool_.barrier();
-        run_linear(*kernels_, layer, a.data(), stride, static_cast<int>(m), c.data(), columns,
-                   false, thread, pool_.size());
-      });
-    }
-    for (size_t i = 0; i < m; ++i) std::copy_n(c.data() + i * columns, n, out.data() + i * n);
+  const size_t m = x.shape(0), n = x.shape(1);
+  require(weight.shape(0) == n && out.shape(0) == m && out.shape(1) == n, "shapes differ");
+  for (size_t i = 0; i < m; ++i) {
+    engine.kernels().rms_norm(x.data() + i * n, weight.data(), eps, static_cast<int>(n),
+                              out.data() + i * n);
   }
+}
 
-  void rms_norm(const In<float, 2>& x, const In<float, 1>& weight, float eps,
-                const Out<float, 2>& out) {
-    const size_t m = x.shape(0), n = x.shape(1);
-    require(weight.shape(0) == n && out.shape(0) == m && out.shape(1) == n, "shapes differ");
-    for (size_t i = 0; i < m; ++i) {
-      kernels_->rms_norm(x.data() + i * n, weight.data(), eps, static_cast<int>(n),
-                         out.data() + i * n);
+void rope(Engine& engine, const Out<float, 2>& x, const In<float, 1>& cosine,
+          const In<float, 1>& sine) {
+  const size_t half = cosine.shape(0);
+  require(x.shape(1) == 2 * half && sine.shape(0) == half, "shapes differ");
+  for (size_t i = 0; i < x.shape(0); ++i) {
+    engine.kernels().rope(x.data() + i * 2 * half, cosine.data(), sine.data(),
+                          static_cast<int>(half));
+  }
+}
+
+void attention(Engine& engine, const In<float, 3>& query, nb::handle arena,
+               const std::string& dtype, int num_layers, int layer, int num_kv_heads,
+               int page_tokens, const In<int64_t, 1>& positions,
+               const In<int64_t, 1>& page_offsets, const In<int32_t, 1>& pages,
+               const Out<float, 3>& out) {
+  const size_t m = query.shape(0);
+  const int heads = static_cast<int>(query.shape(1)), dim = static_cast<int>(query.shape(2));
+  require(num_kv_heads > 0 && heads % num_kv_heads == 0 && page_tokens > 0 && layer >= 0 &&
+              layer < num_layers && positions.shape(0) == m && out.size() == query.size(),
+          "shapes differ");
+  const CacheShape shape{num_layers, num_kv_heads, page_tokens, dim, parse_dtype(dtype)};
+  const Ragged table(page_offsets, pages, m, "pages");
+  const Buffer memory(arena);
+  const int64_t num_pages = static_cast<int64_t>(memory.size() / shape.page_bytes());
+  CacheRows rows;
+  for (size_t i = 0; i < m; ++i) {
+    require(positions(i) >= 0 && positions(i) / page_tokens < table.length(i),
+            "position out of range");
+    for (int64_t p = 0; p < table.length(i); ++p) {
+      require(table.begin(i)[p] >= 0 && table.begin(i)[p] < num_pages, "page id out of range");
+    }
+    rows.positions.push_back(positions(i));
+    rows.pages.push_back(table.begin(i));
+  }
+  const size_t stride = static_cast<size_t>(heads * dim);
+  const nb::gil_scoped_release release;
+  AttentionPlan plan;
+  plan.build(rows, {heads / num_kv_heads, num_kv_heads, dim}, page_tokens, engine.pool().size());
+  const AttentionOut to{out.data(), stride, kFloat32};
+  engine.pool().run([&](int thread) {
+    plan.attend(engine.kernels(), shape, memory.data(), layer, rows, query.data(), stride, to,
+                thread);
+    engine.pool().barrier();
+    plan.merge(engine.kernels(), to, thread, engine.pool().size());
+  });
+}
+
+void sample(Engine& engine, const In<float, 2>& logits, const In<int64_t, 1>& positions,
+            const In<double, 1>& temperature, const In<int64_t, 1>& top_k,
+            const In<double, 1>& top_p, const In<double, 1>& min_p, const In<uint64_t, 1>& seed,
+            const In<int64_t, 1>& banned_offsets, const In<int32_t, 1>& banned,
+            const Out<int32_t, 1>& out) {
+  const size_t m = logits.shape(0), vocab = logits.shape(1);
+  std::vector<SamplingRow> rows =
+      sampling_rows(m, temperature, top_k, top_p, min_p, seed, banned_offsets, banned);
+  require(vocab > 0 && positions.shape(0) == m && out.shape(0) == m, "shapes differ");
+  for (size_t i = 0; i < m; ++i) {
+    rows[i].position = positions(i);
+    for (int32_t b = 0; b < rows[i].num_banned; ++b) {
+      const int32_t id = rows[i].banned[b];
+      require(id >= 0 && static_cast<size_t>(id) < vocab, "banned id out of range");
     }
   }
-
-  void rope(const Out<float, 2>& x, const In<float, 1>& cosine, const In<float, 1>& sine) {
-    const size_t half = cosine.shape(0);
-    require(x.shape(1) == 2 * half && sine.shape(0) == half, "shapes differ");
-    for (size_t i = 0; i < x.shape(0); ++i) {
-      kernels_->rope(x.data() + i * 2 * half, cosine.data(), sine.data(), static_cast<int>(half));
+  std::vector<float> scores(logits.data(), logits.data() + m * vocab);
+  std::vector<Sampler> samplers(static_cast<size_t>(engine.pool().size()));
+  for (Sampler& sampler : samplers) sampler.reserve(static_cast<int>(vocab));
+  const nb::gil_scoped_release release;
+  engine.pool().run([&](int thread) {
+    const Range mine = share(static_cast<int>(m), thread, engine.pool().size());
+    for (int i = mine.begin; i < mine.end; ++i) {
+      const size_t row = static_cast<size_t>(i);
+      out.data()[row] = samplers[static_cast<size_t>(thread)].sample(
+          scores.data() + row * vocab, static_cast<int>(vocab), rows[row]);
     }
-  }
+  });
+}
 
-  void attention(const In<float, 3>& query, nb::handle arena, const std::string& dtype,
-                 int num_layers, int layer, int num_kv_heads, int page_tokens,
-                 const In<int64_t, 1>& positions, const In<int64_t, 1>& page_offsets,
-                 const In<int32_t, 1>& pages, const Out<float, 3>& out) {
-    const size_t m = query.shape(0);
-    const int heads = static_cast<int>(query.shape(1)), dim = static_cast<int>(query.shape(2));
-    require(num_kv_heads > 0 && heads % num_kv_heads == 0 && page_tokens > 0 && layer >= 0 &&
-                layer < num_layers && positions.shape(0) == m && out.size() == query.size(),
-            "shapes differ");
-    const CacheShape shape{num_layers, num_kv_heads, page_tokens, dim, parse_dtype(dtype)};
-    const Ragged table(page_offsets, pages, m, "pages");
-    const Buffer memory(arena);
-    const int64_t num_pages = static_cast<int64_t>(memory.size() / shape.page_bytes());
-    CacheRows rows;
-    for (size_t i = 0; i < m; ++i) {
-      require(positions(i) >= 0 && positions(i) / page_tokens < table.length(i),
-              "position out of range");
-      for (int64_t p = 0; p < table.length(i); ++p) {
-        require(table.begin(i)[p] >= 0 && table.begin(i)[p] < num_pages, "page id out of range");
-      }
-      rows.positions.push_back(positions(i));
-      rows.pages.push_back(table.begin(i));
-    }
-    const size_t stride = static_cast<size_t>(heads * dim);
-    const nb::gil_scoped_release release;
-    AttentionPlan plan;
-    plan.build(rows, {heads / num_kv_heads, num_kv_heads, dim}, page_tokens, pool_.size());
-    const AttentionOut to{out.data(), stride, kFloat32};
-    pool_.run([&](int thread) {
-      plan.attend(*kernels_, shape, memory.data(), layer, rows, query.data(), stride, to, thread);
-      pool_.barrier();
-      plan.merge(*kernels_, to, thread, pool_.size());
-    });
-  }
+// A mapping as an array of bytes that keeps it alive.
+template <class Owner>
+nb::object as_array(char* base, size_t size, std::unique_ptr<Owner> owner) {
+  const nb::capsule keep(owner.release(), [](void* p) noexcept { delete static_cast<Owner*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(base, {size}, keep));
+}
 
-  void sample(const In<float, 2>& logits, const In<int64_t, 1>& positions,
-              const In<double, 1>& temperature, const In<int64_t, 1>& top_k,
-              const In<double, 1>& top_p, const In<double, 1>& min_p, const In<uint64_t, 1>& seed,
-              const In<int64_t, 1>& banned_offsets, const In<int32_t, 1>& banned,
-              const Out<int32_t, 1>& out) {
-    const size_t m = logits.shape(0), vocab = logits.shape(1);
-    std::vector<SamplingRow> rows =
-        sampling_rows(m, temperature, top_k, top_p, min_p, seed, banned_offsets, banned);
-    require(vocab > 0 && positions.shape(0) == m && out.shape(0) == m, "shapes differ");
-    for (size_t i = 0; i < m; ++i) {
-      rows[i].position = positions(i);
-      for (int32_t b = 0; b < rows[i].num_banned; ++b) {
-        const int32_t id = rows[i].banned[b];
-        require(id >= 0 && static_cast<size_t>(id) < vocab, "banned id out of range");
-      }
-    }
-    std::vector<float> scores(logits.data(), logits.data() + m * vocab);
-    std::vector<Sampler> samplers(static_cast<size_t>(pool_.size()));
-    for (Sampler& sampler : samplers) sampler.reserve(static_cast<int>(vocab));
-    const nb::gil_scoped_release release;
-    pool_.run([&](int thread) {
-      const Range mine = share(static_cast<int>(m), thread, pool_.size());
-      for (int i = mine.begin; i < mine.end; ++i) {
-        const size_t row = static_cast<size_t>(i);
-        out.data()[row] = samplers[static_cast<size_t>(thread)].sample(
-            scores.data() + row * vocab, static_cast<int>(vocab), rows[row]);
-      }
-    });
-  }
+struct SharedMapping {
+  SharedMapping(int descriptor, size_t bytes) : base(map_shared(descriptor, bytes)), size(bytes) {}
+  ~SharedMapping() { unmap_shared(base, size); }
+  SharedMapping(const SharedMapping&) = delete;
+  SharedMapping& operator=(const SharedMapping&) = delete;
 
- private:
-  const KernelTable* kernels_;
-  ThreadPool pool_;
+  char* base;
+  size_t size;
 };
+
+nb::object map_shared_array(int descriptor, size_t bytes) {
+  auto mapping = std::make_unique<SharedMapping>(descriptor, bytes);
+  char* base = mapping->base;
+  return as_array(base, bytes, std::move(mapping));
+}
+
+nb::object map_private_array(size_t bytes) {
+  auto mapping = std::make_unique<Mapping>(bytes);
+  char* base = mapping->take(bytes);
+  return as_array(base, bytes, std::move(mapping));
+}
+
+std::string prepare(Engine& engine, nb::handle buffer, size_t offset, size_t length) {
+  const Buffer memory(buffer);
+  require(offset <= memory.size() && length <= memory.size() - offset, "range outside the buffer");
+  const nb::gil_scoped_release release;
+  return prepare_arena(engine.pool(), memory.data() + offset, length);
+}
+
+std::string pages_of(nb::handle buffer) {
+  const Buffer memory(buffer);
+  return describe_pages(memory.data(), memory.size());
+}
 
 class NativeModel {
  public:
@@ -250,6 +229,11 @@ class NativeModel {
   }
 
   std::vector<std::string> missing() const { return model_.missing(); }
+
+  size_t weight_bytes() const { return model_.memory().used(); }
+  std::string weight_pages() const {
+    return describe_pages(model_.memory().data(), model_.memory().used());
+  }
 
   void decode(nb::handle arena, int page_tokens, const In<int32_t, 1>& tokens,
               const In<int64_t, 1>& positions, const In<int64_t, 1>& page_offsets,
@@ -302,13 +286,13 @@ NB_MODULE(_native, m) {
            nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("isa", [](const Engine& e) { return std::string(e.kernels().name); })
       .def_prop_ro("num_threads", [](Engine& e) { return e.pool().size(); })
-      .def("linear", &Engine::linear, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
-      .def("rms_norm", &Engine::rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
-      .def("rope", &Engine::rope, "x"_a, "cosine"_a, "sine"_a)
-      .def("attention", &Engine::attention, "query"_a, "arena"_a, "dtype"_a, "num_layers"_a,
+      .def("linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), "out"_a)
+      .def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a, "out"_a)
+      .def("rope", &rope, "x"_a, "cosine"_a, "sine"_a)
+      .def("attention", &attention, "query"_a, "arena"_a, "dtype"_a, "num_layers"_a,
            "layer"_a, "num_kv_heads"_a, "page_tokens"_a, "positions"_a, "page_offsets"_a, "pages"_a,
            "out"_a)
-      .def("sample", &Engine::sample, "logits"_a, "positions"_a, "temperature"_a, "top_k"_a,
+      .def("sample", &sample, "logits"_a, "positions"_a, "temperature"_a, "top_k"_a,
            "top_p"_a, "min_p"_a, "seed"_a, "banned_offsets"_a, "banned"_a, "out"_a);
 
   nb::class_<ModelConfig>(m, "ModelConfig", "Dimensions of a model.")
@@ -331,7 +315,19 @@ NB_MODULE(_native, m) {
            nb::keep_alive<1, 2>())
       .def("load", &NativeModel::load, "name"_a, "layer"_a, "array"_a)
       .def("missing", &NativeModel::missing)
+      .def_prop_ro("weight_bytes", &NativeModel::weight_bytes)
+      .def_prop_ro("weight_pages", &NativeModel::weight_pages)
       .def("decode", &NativeModel::decode, "arena"_a, "page_tokens"_a, "tokens"_a, "positions"_a,
            "page_offsets"_a, "pages"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a,
            "banned_offsets"_a, "banned"_a, "out"_a, "logits"_a.none());
+
+  m.def("map_shared", &map_shared_array, "descriptor"_a, "size"_a,
+        "The first `size` bytes of a shared memory file as a writable array of bytes.");
+  m.def("map_private", &map_private_array, "size"_a,
+        "Zeroed memory like that of a model's weights, as a writable array of bytes.");
+  m.def("prepare_arena", &prepare, "engine"_a, "buffer"_a, "offset"_a, "length"_a,
+        "Gives a range of a shared mapping its memory, in huge pages if it can; says what it got.");
+  m.def("describe_pages", &pages_of, "buffer"_a, "What kind of pages a buffer lies in.");
+
+  bind_bench(m);
 }

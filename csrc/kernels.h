@@ -22,9 +22,9 @@ enum DType { kFloat32 = 0, kBFloat16 = 1 };
 enum { kNumDTypes = 2 };
 
 enum {
-  kPanel = 16,      // output columns of a packed panel
-  kAlignK = 32,     // k of packed weights is padded to a multiple of this
-  kTileTokens = 64  // most tokens whose scores are held at once
+  kPanel = 16,       // output columns of a packed panel
+  kAlignK = 32,      // k of packed weights is padded to a multiple of this
+  kTileTokens = 256  // most tokens whose scores are held at once; a multiple of 64
 };
 
 // One run of tokens of one (row, KV head): attends with `group` query heads to [begin, end).
@@ -35,6 +35,8 @@ struct AttentionArgs {
   size_t page_stride;  // bytes from one page to the next
   const char* next_keys;    // what the thread reads after this run, to prefetch; or null
   const char* next_values;
+  const int32_t* next_pages;  // from the page of `next_keys` on
+  int64_t next_tokens;
   const int32_t* pages;
   int64_t begin, end;  // end > begin
   int32_t page_tokens;
@@ -88,6 +90,8 @@ struct KernelTable {
 const KernelTable* portable_kernels();
 #ifdef DUALPACE_HAVE_AVX2
 const KernelTable* avx2_kernels();
+const KernelTable* avx512_kernels();
+const KernelTable* avx512_bf16_kernels();
 #endif
 
 }  // namespace dualpace

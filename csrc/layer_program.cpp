@@ -6,6 +6,14 @@
 #include <string>
 
 namespace dualpace {
+namespace {
+
+// sum += part, where both are outputs of `linear` and have its bias.
+void add_part(const Linear& linear, float* sum, const float* part) {
+  for (int i = 0; i < linear.n; ++i) sum[i] += part[i] - (linear.bias ? linear.bias[i] : 0.0f);
+}
+
+}  // namespace
 
 void LayerProgram::Rows::resize(int count, size_t row_stride, DType element) {
   stride = row_stride;
@@ -43,8 +51,9 @@ void LayerProgram::reserve(int num_rows) {
   const auto padded = [](int n) { return static_cast<size_t>(round_up(n, kPanel)); };
   residual_.resize(num_rows, activation_stride(c.hidden_size));
   const DType activation = kernels_.activations[c.dtype];
-  normed_.resize(num_rows, activation_stride(c.hidden_size), activation);
-  qkv_.resize(num_rows, padded(c.q_size() + 2 * c.kv_size()));
+  // Twice the rows: where activations are bfloat16, queries and keys get them in two parts.
+  normed_.resize(2 * num_rows, activation_stride(c.hidden_size), activation);
+  qkv_.resize(2 * num_rows, padded(c.q_size() + 2 * c.kv_size()));
   attended_.resize(num_rows, activation_stride(c.q_size()), activation);
   hidden_.resize(num_rows, activation_stride(c.intermediate_size), activation);
   logits_.resize(num_rows, padded(c.vocab_size));
@@ -86,15 +95,22 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
     for (int row = mine.begin; row < mine.end; ++row) body(row);
   };
   float* tile = tiles_[static_cast<size_t>(thread)].data();
-  const auto norm = [&](const float* weight) {
+  const bool in_parts = normed_.dtype == kBFloat16;
+  const auto norm = [&](const float* weight, bool both_parts) {
     each_row([&](int row) {
       kernels_.rms_norm(residual_.row(row), weight, c.rms_norm_eps, c.hidden_size, tile);
       kernels_.store[normed_.dtype](tile, c.hidden_size, normed_.raw(row));
+      if (both_parts) {
+        const Source rounded{normed_.raw(row), kBFloat16};
+        for (int i = 0; i < c.hidden_size; ++i) tile[i] -= rounded.at(static_cast<size_t>(i));
+        kernels_.store[kBFloat16](tile, c.hidden_size, normed_.raw(m + row));
+      }
     });
     pool_.barrier();
   };
-  const auto linear = [&](const Linear& weights, Rows& in, Rows& out, bool accumulate) {
-    run_linear(kernels_, weights, in.data(), in.stride, m, out.row(0), out.stride, accumulate,
+  const auto linear = [&](const Linear& weights, Rows& in, Rows& out, bool accumulate,
+                          int count) {
+    run_linear(kernels_, weights, in.data(), in.stride, count, out.row(0), out.stride, accumulate,
                thread, threads);
     pool_.barrier();
   };
@@ -113,9 +129,14 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
   const AttentionOut attended{attended_.data(), attended_.stride, attended_.dtype};
   for (int index = 0; index < c.num_layers; ++index) {
     const Layer& layer = model_.layer(index);
-    norm(layer.input_norm);
-    linear(layer.qkv, normed_, qkv_, false);
-    each_row([&](int row) { append_kv(layer, index, arena, row); });
+    // What is rounded on the way into queries and keys moves the softmax of every later layer, more
+    // than any other rounding. In two parts it is exact, and the weights are read once all the same.
+    norm(layer.input_norm, in_parts);
+    linear(layer.qkv, normed_, qkv_, false, in_parts ? 2 * m : m);
+    each_row([&](int row) {
+      if (in_parts) add_part(layer.qkv, qkv_.row(row), qkv_.row(m + row));
+      append_kv(layer, index, arena, row);
+    });
     pool_.barrier();
     plan_.attend(kernels_, cache_, arena, index, cache_rows_, qkv_.row(0), qkv_.stride, attended,
                  thread);
@@ -124,15 +145,15 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
       plan_.merge(kernels_, attended, thread, threads);
       pool_.barrier();
     }
-    linear(layer.o, attended_, residual_, true);
-    norm(layer.post_norm);
+    linear(layer.o, attended_, residual_, true, m);
+    norm(layer.post_norm, false);
     run_swiglu(kernels_, layer.gate_up, normed_.data(), normed_.stride, m, hidden_.data(),
                hidden_.stride, tile, thread, threads);
     pool_.barrier();
-    linear(layer.down, hidden_, residual_, true);
+    linear(layer.down, hidden_, residual_, true, m);
   }
-  norm(model_.norm());
-  linear(model_.head(), normed_, logits_, false);
+  norm(model_.norm(), false);
+  linear(model_.head(), normed_, logits_, false, m);
 
   each_row([&](int row) {
     float* scores = logits_.row(row);

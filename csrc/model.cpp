@@ -1,16 +1,12 @@
 #include "model.h"
 
-#include <sys/mman.h>
-
 #include <cstring>
-#include <new>
 #include <stdexcept>
 
 namespace dualpace {
 namespace {
 
 constexpr size_t kLineBytes = 64;
-constexpr size_t kHugePage = size_t{2} << 20;
 
 size_t lines(size_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes * kLineBytes; }
 
@@ -54,22 +50,6 @@ std::string full_name(const std::string& name, int layer) {
 }
 
 }  // namespace
-
-Mapping::Mapping(size_t bytes) : size_((bytes + kHugePage - 1) / kHugePage * kHugePage) {
-  void* base = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (base == MAP_FAILED) throw std::bad_alloc();
-  madvise(base, size_, MADV_HUGEPAGE);  // a wish: without huge pages it works too, some % slower
-  base_ = static_cast<char*>(base);
-}
-
-Mapping::~Mapping() { munmap(base_, size_); }
-
-char* Mapping::take(size_t bytes) {
-  char* slice = base_ + used_;
-  used_ += lines(bytes);
-  if (used_ > size_) throw std::logic_error("weights outgrew their mapping");
-  return slice;
-}
 
 Model::Model(const ModelConfig& config)
     : config_(checked(config)), memory_(total_bytes(config)) {

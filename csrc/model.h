@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "linear.h"
+#include "memory.h"
 #include "thread_pool.h"
 
 namespace dualpace {
@@ -44,23 +45,6 @@ struct Layer {
   float* k_norm = nullptr;
 };
 
-// One anonymous mapping, huge pages asked for, zero at first.
-class Mapping {
- public:
-  explicit Mapping(size_t bytes);  // throws std::bad_alloc
-  ~Mapping();
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
-
-  // The next `bytes`, 64-byte aligned.
-  char* take(size_t bytes);
-
- private:
-  char* base_ = nullptr;
-  size_t size_ = 0;
-  size_t used_ = 0;
-};
-
 class Model {
  public:
   // Throws std::invalid_argument for dimensions that cannot work.
@@ -80,6 +64,7 @@ class Model {
   void embed(int token, float* out) const;
 
   const ModelConfig& config() const { return config_; }
+  const Mapping& memory() const { return memory_; }
   const Layer& layer(int index) const { return layers_[static_cast<size_t>(index)]; }
   const float* norm() const { return norm_; }
   const Linear& head() const { return head_; }

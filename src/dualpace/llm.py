@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 from rich.progress import Progress
 
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import ConfigError, EngineError, RequestError
 from dualpace.core.sampling import SamplingParams
-from dualpace.server.frontend import Frontend
+from dualpace.server.stream import Stream
 from dualpace.wiring import Server
 
 Result = TypeVar("Result")
@@ -41,7 +43,6 @@ class CompletionOutput:
 class RequestOutput:
     """What `LLM.generate` returns for one prompt."""
 
-    request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
@@ -56,20 +57,20 @@ class LLM:
     start. Close it with `close()` or a `with` block; a forgotten one closes when it is collected.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        try:
-            self.options = EngineOptions(model=model, **options)
-        except TypeError as error:
-            raise ConfigError(str(error)) from None
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+        self.options = _engine_options({"model": os.fspath(model), **options})
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="dualpace", daemon=True)
         thread.start()
         try:
             server = self._await(Server.start(self.options))
         except BaseException:
+            # Interrupted in mid-start, it still has engines to stop.
+            asyncio.run_coroutine_threadsafe(_let_others_end(), self._loop).result()
             _stop_loop(self._loop, thread)
             raise
         self._frontend = server.frontend
+        self._failed = server.supervisor.failed
         self._close = weakref.finalize(self, _shut_down, self._loop, thread, server)
 
     def generate(
@@ -101,6 +102,22 @@ class LLM:
         template = self._frontend.tokenizer.apply_chat_template
         return self._run([(None, template(one)) for one in several], sampling_params, use_tqdm)
 
+    def stream_chat(
+        self, messages: Sequence[Mapping[str, str]], sampling_params: SamplingParams
+    ) -> Iterator[str]:
+        """Answer one conversation; yields pieces of text as they come."""
+        prompt = self._frontend.tokenizer.apply_chat_template(messages)
+        deltas = self._frontend.generate(prompt, sampling_params)
+        try:
+            while True:
+                try:
+                    delta = self._await(anext(deltas))
+                except StopAsyncIteration:
+                    return
+                yield delta.text
+        finally:
+            self._await(deltas.aclose())
+
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self._frontend.tokenizer
@@ -123,6 +140,8 @@ class LLM:
     ) -> list[RequestOutput]:
         if not self._close.alive:
             raise EngineError("this LLM is closed")
+        if self._failed.done():
+            self._failed.result()
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(jobs)
         else:
@@ -132,23 +151,27 @@ class LLM:
         with Progress(disable=not show_progress) as progress:
             task = progress.add_task("Generating", total=len(jobs))
 
-            async def gather() -> list[RequestOutput]:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(_complete(self._frontend, str(i), text, ids, settings))
-                        for i, ((text, ids), settings) in enumerate(zip(jobs, each, strict=True))
-                    ]
-                    for one in tasks:
-                        one.add_done_callback(lambda _: progress.advance(task))
-                return [one.result() for one in tasks]
+            async def run() -> list[RequestOutput]:
+                streams: list[Stream] = []
+                try:
+                    for (_, ids), settings in zip(jobs, each, strict=True):
+                        streams.append(self._frontend.submit([ids], settings))
+                    work = [_collect(*job) for job in zip(streams, jobs, each, strict=True)]
+                    return await asyncio.gather(*(_then(one, advance) for one in work))
+                finally:
+                    for stream in streams:
+                        stream.close()
 
-            try:
-                return self._await(gather())
-            except BaseExceptionGroup as group:
-                raise group.exceptions[0] from None
+            def advance() -> None:
+                progress.advance(task)
 
-    def _await(self, work: Coroutine[Any, Any, Result]) -> Result:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            return self._await(run())
+
+    def _await(self, work: Awaitable[Result]) -> Result:
+        async def wait() -> Result:
+            return await work
+
+        future = asyncio.run_coroutine_threadsafe(wait(), self._loop)
         try:
             return future.result()
         except BaseException:
@@ -156,21 +179,24 @@ class LLM:
             raise
 
 
-async def _complete(
-    frontend: Frontend,
-    request_id: str,
-    text: str | None,
-    prompt_ids: list[int],
-    params: SamplingParams,
+async def _collect(
+    stream: Stream, job: tuple[str | None, list[int]], params: SamplingParams
 ) -> RequestOutput:
     outputs = [CompletionOutput(index) for index in range(params.n)]
-    async for delta in frontend.generate(prompt_ids, params):
-        output = outputs[delta.index]
-        output.text += delta.text
-        output.token_ids += delta.token_ids
-        output.engines.update([delta.engine] * len(delta.token_ids))
-        output.finish_reason = delta.finish_reason
-    return RequestOutput(request_id, text, prompt_ids, outputs)
+    while deltas := await stream.take():
+        for delta in deltas:
+            output = outputs[delta.index]
+            output.text += delta.text
+            output.token_ids += delta.token_ids
+            output.engines.update([delta.engine] * len(delta.token_ids))
+            output.finish_reason = delta.finish_reason
+    return RequestOutput(*job, outputs)
+
+
+async def _then(work: Coroutine[Any, Any, Result], done: Callable[[], None]) -> Result:
+    result = await work
+    done()
+    return result
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -189,9 +215,29 @@ def _split(prompt: Prompt) -> tuple[str, list[int] | None]:
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt", ""), list(prompt["prompt_token_ids"])
         if "prompt" in prompt:
-            return str(prompt["prompt"]), None
+            return prompt["prompt"], None
         raise RequestError("a prompt dict needs 'prompt' or 'prompt_token_ids'", param="prompt")
     return "", list(prompt)
+
+
+def _engine_options(given: dict[str, Any]) -> EngineOptions:
+    """Raises `ConfigError` for an unknown option or a value of the wrong type."""
+    unknown = given.keys() - set(EngineOptions.__struct_fields__)
+    if unknown:
+        raise ConfigError(f"unknown options: {', '.join(sorted(unknown))}")
+    try:
+        return msgspec.convert(given, EngineOptions)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise ConfigError(str(error)) from None
+
+
+async def _let_others_end() -> None:
+    """Wait for every other task of this loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others)
 
 
 def _shut_down(loop: asyncio.AbstractEventLoop, thread: threading.Thread, server: Server) -> None:

@@ -36,6 +36,7 @@ from dualpace.ipc import AsyncPort
 logger = logging.getLogger(__name__)
 GPU_RESTARTS = 3  # restarts of everything before giving up …
 GPU_RESTART_WINDOW = 600.0  # … within so many seconds
+CPU_RESTARTS = 10  # attempts in a row to start a CPU engine that has died
 BACKOFF = (0.1, 30.0)  # first and longest pause before a CPU engine is restarted, seconds
 SHUTDOWN_PATIENCE = 5.0  # seconds for an engine to exit on request before it is killed
 
@@ -121,11 +122,14 @@ class Supervisor:
         for name in names:
             self._watch(self._children[name])
 
-    def engine_ready(self, sender: str, ready: EngineReady) -> None:
-        """An engine's first message has come."""
+    def engine_ready(self, sender: str, ready: EngineReady) -> bool:
+        """An engine's first message has come; False if its process has been replaced since."""
         for name, child in self._children.items():
-            if name == sender and child.process.pid == ready.pid and not child.ready.done():
-                child.ready.set_result(ready)
+            if name == sender and child.process.pid == ready.pid:
+                if not child.ready.done():
+                    child.ready.set_result(ready)
+                return True
+        return False
 
     def peer_drained(self, generation: int) -> None:
         """The GPU engine no longer touches the dead CPU engine's pages."""
@@ -138,7 +142,10 @@ class Supervisor:
         for watcher in self._watchers:
             watcher.cancel()
         for child in self._children.values():
-            self.port.send(child.name, Shutdown())
+            if child.ready.done():
+                self.port.send(child.name, Shutdown())
+            else:
+                child.kill()  # it reads no messages before it has loaded its weights
         for child in list(self._children.values()):
             await self._reap(child)
         self.port.close()
@@ -220,7 +227,7 @@ class Supervisor:
         """The dead is reaped already. The GPU engine lets go of its pages before a new one maps
         them; requests are resubmitted meanwhile by whoever keeps the journal."""
         pause, longest = BACKOFF
-        while not self._closing:
+        for _ in range(CPU_RESTARTS):
             self._children.pop(CPU, None)
             self.port.disconnect(CPU)
             self._drained = asyncio.get_running_loop().create_future()
@@ -239,18 +246,28 @@ class Supervisor:
             self._introduce()
             self._watch(child)
             return
+        raise EngineError(f"the CPU engine did not start in {CPU_RESTARTS} attempts")
 
     async def _recover_gpu(self, reason: str) -> None:
-        """Every stream is lost. Restart everything, a bounded number of times."""
-        self.on_gpu_death(reason)
+        """Every stream is lost. Restart everything, a bounded number of times; an engine that
+        dies before all are ready again counts as well."""
         for watcher in self._watchers - {asyncio.current_task()}:
             watcher.cancel()  # it may be in the middle of restarting the CPU engine
-        now = time.monotonic()
-        self._gpu_deaths = [at for at in self._gpu_deaths if now - at < GPU_RESTART_WINDOW] + [now]
-        children, self._children = self._children, {}
-        for child in children.values():
-            child.kill()
-            await child.process.wait()
-        if len(self._gpu_deaths) > GPU_RESTARTS:
-            raise EngineError(f"the GPU engine died {len(self._gpu_deaths)} times: {reason}")
-        await self.start()
+        while True:
+            self.on_gpu_death(reason)
+            now = time.monotonic()
+            recent = [at for at in self._gpu_deaths if now - at < GPU_RESTART_WINDOW]
+            self._gpu_deaths = [*recent, now]
+            children, self._children = self._children, {}
+            for child in children.values():
+                child.kill()
+                await child.process.wait()
+            if len(self._gpu_deaths) > GPU_RESTARTS:
+                raise EngineError(f"the engines died {len(self._gpu_deaths)} times: {reason}")
+            try:
+                await self.start()
+            except EngineError as error:
+                reason = str(error)
+                logger.error("the engines did not restart: %s", reason)
+            else:
+                return

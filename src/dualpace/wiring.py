@@ -80,11 +80,10 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
             f"--max-model-len {max_model_len} is more than the {spec.max_position_embeddings} "
             f"positions that {options.model} was made for"
         )
-    uses_host = make_policy(options.policy, options.max_num_seqs).uses_host
     pages_per_sequence = pages_for(max_model_len, options.page_tokens)
     weight_bytes = spec.num_parameters * ELEMENT_BYTES[dtype]
     pages = 0
-    if uses_host:
+    if make_policy(options.policy, options.max_num_seqs).uses_host:
         asked = (
             None
             if options.host_kv_size == "auto"
@@ -99,7 +98,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         gpu_pages = options.gpu_kv_tokens // options.page_tokens
     elif device == "cpu":
         # The C++ engine decodes faster than the stand-in: give that one no seats unless it must.
-        gpu_pages = 0 if uses_host else pages_per_sequence * STANDIN_SEQUENCES
+        gpu_pages = 0 if pages else pages_per_sequence * STANDIN_SEQUENCES
     if gpu_pages == 0 and pages == 0:
         raise ConfigError(
             "there is no room for KV: --gpu-kv-tokens and --host-kv-size are both less than a page "
@@ -118,17 +117,17 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         page_bytes=page_bytes,
         gpu_pages=gpu_pages,
         gpu_memory_utilization=options.gpu_memory_utilization,
-        gpu_threads=max(1, len(allowed_cores()) - len(cores)) if uses_host else len(cores),
+        gpu_threads=max(1, len(allowed_cores()) - len(cores)) if pages else len(cores),
         host_pages=pages,
         cpu_ids=cores,
         cpu_isa=options.cpu_isa,
         seed=options.seed,
     )
     logger.info(
-        "%s: %s, %s on %s; pages of %d tokens (%s); host KV %s = %d tokens on %d cores",
+        "%s: %s, %s on %s; pages of %d tokens (%s); host KV %s = %d tokens; CPU engine on cores %s",
         options.model, spec.architecture, dtype, device, options.page_tokens,
         format_size(page_bytes), format_size(pages * page_bytes), pages * options.page_tokens,
-        len(cores),
+        ", ".join(map(str, cores)),
     )  # fmt: skip
     return config, spec
 
@@ -228,11 +227,13 @@ async def _dispatch(supervisor: Supervisor, frontend: Frontend) -> None:
         match envelope.body:
             case PeerDrained(generation):
                 supervisor.peer_drained(generation)
-            case EngineReady() as ready:
-                supervisor.engine_ready(envelope.sender, ready)
-                frontend.on_envelope(envelope)
+            case EngineReady() as ready if not supervisor.engine_ready(envelope.sender, ready):
+                pass  # of a process that is dead already
             case _:
-                frontend.on_envelope(envelope)
+                try:
+                    frontend.on_envelope(envelope)
+                except Exception:  # one request's trouble must not silence the engines
+                    logger.exception("a message of the %s engine was not handled", envelope.sender)
 
 
 # -- an engine's process -------------------------------------------------------------------------
@@ -244,6 +245,8 @@ def run_engine(job_text: str) -> None:
     launch, config = job.launch, job.config
     logging.getLogger().setLevel(job.log_level)
     _die_with_parent(launch.lifeline)
+    logger.info("%s engine: loading %s", launch.name, config.model)
+    started = time.monotonic()
     try:
         port = EnginePort(launch.name, launch.address)
         port.generation = launch.generation
@@ -256,6 +259,10 @@ def run_engine(job_text: str) -> None:
         if launch.name == CPU:
             port.connect(GPU, launch.gpu_address)
         port.send(FRONTEND, ready)
+        logger.info(
+            "%s engine: ready after %.1f s with %d tokens of KV",
+            launch.name, time.monotonic() - started, ready.kv_tokens,
+        )  # fmt: skip
         EngineLoop(scheduler, executor, port, time.monotonic).run()
     except Exception as error:
         Path(launch.error_file).write_text(f"{type(error).__name__}: {error}")
@@ -280,7 +287,7 @@ def _build_gpu(
         config.max_num_batched_tokens,
     )
     tokens = executor.gpu_pages * config.page_tokens
-    ready = EngineReady(os.getpid(), tokens, config.page_tokens, {"device": config.device})
+    ready = EngineReady(os.getpid(), tokens, config.page_tokens)
     return scheduler, executor, ready
 
 
@@ -296,7 +303,7 @@ def _build_cpu(
     policy = make_policy(config.policy, config.max_num_seqs)
     scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     tokens = config.host_pages * config.page_tokens
-    ready = EngineReady(os.getpid(), tokens, config.page_tokens, {"isa": model.isa})
+    ready = EngineReady(os.getpid(), tokens, config.page_tokens)
     return scheduler, executor, ready
 
 

@@ -136,25 +136,27 @@ def test_greedy_tokens_are_those_of_transformers(oracle, isa, threads):
         assert text[len(prompt) :] == logits.argmax(-1).tolist()
 
 
-def test_bfloat16_logits_are_within_one_percent(oracle):
+@pytest.mark.parametrize("isa", _native.supported_isas())
+def test_bfloat16_logits_are_much_nearer_to_float32_than_those_of_transformers(oracle, isa):
     text = [(17 * i + 3) % 211 for i in range(40)]
     with torch.no_grad():
         for name, value in oracle.named_parameters():
             if "q_proj" in name:
                 value.mul_(0.25)  # softer attention: a sharp one would magnify the rounding of K
-    model, arena = build(oracle, dtype="bfloat16")
+    model, arena = build(oracle, dtype="bfloat16", isa=isa)
     with torch.no_grad():
         for value in oracle.parameters():
             if value.ndim == 2:  # what the engine stores in bfloat16
                 value.copy_(value.bfloat16().float())
         want = oracle(torch.tensor([text])).logits[0].numpy()
+        rounded = oracle.bfloat16()(torch.tensor([text])).logits[0].float().numpy()
     got = np.concatenate(
         [
             model.decode([row(t, i, [4, 9, 2])], arena, PAGE_TOKENS, return_logits=True).logits
             for i, t in enumerate(text)
         ]
     )
-    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
+    assert np.linalg.norm(got - want) < 0.6 * np.linalg.norm(rounded - want)
 
 
 @pytest.fixture

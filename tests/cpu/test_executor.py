@@ -21,6 +21,12 @@ class RecordingModel:
         self.gate = threading.Event()
         self.positions: list[int] = []
 
+    def page_bytes(self, page_tokens: int) -> int:
+        return page_tokens
+
+    def prepare_arena(self, arena, offset: int, length: int) -> str:
+        return "4 KiB pages"
+
     def decode(self, rows, arena, page_tokens) -> Decoded:
         assert self.gate.wait(5)
         if any(row.pages == [99] for row in rows):

@@ -22,8 +22,10 @@ def test_linear_matches_float64_for_every_row_count(engine, dtype, n, k):
     rng = np.random.default_rng(n * k)
     weight = rng.standard_normal((n, k)).astype(DTYPES[dtype])
     bias = rng.standard_normal(n).astype(np.float32)
-    for m in (*range(1, 12), 33):
-        x = rng.standard_normal((m, k)).astype(np.float32)
+    # What kernels that take bfloat16 activations see exactly.
+    inputs = rng.standard_normal((33, k)).astype(DTYPES[dtype]).astype(np.float32)
+    for m in range(1, 34):
+        x = inputs[:m]
         stored = weight if dtype == "float32" else weight.view(np.uint16)
         for added in (None, bias):
             out = np.empty((m, n), np.float32)
@@ -33,6 +35,21 @@ def test_linear_matches_float64_for_every_row_count(engine, dtype, n, k):
             # An error bound per element: cancellation must not hide a wrong or missing term.
             bound = 1e-6 * (np.abs(terms).sum(-1) + np.abs(shift))
             assert (np.abs(out - terms.sum(-1) - shift) <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 9, 40, 150])
+def test_linear_of_long_rows_matches_float64_where_k_is_cut_to_fit_the_cache(engine, dtype, m):
+    n, k = 72, 9001
+    rng = np.random.default_rng(m)
+    weight = rng.standard_normal((n, k)).astype(DTYPES[dtype])
+    x = rng.standard_normal((m, k)).astype(DTYPES[dtype]).astype(np.float32)
+    bias = rng.standard_normal(n).astype(np.float32)
+    out = np.empty((m, n), np.float32)
+    engine.linear(x, weight if dtype == "float32" else weight.view(np.uint16), bias, out)
+    wide = weight.astype(np.float64).T
+    bound = 1e-6 * (np.abs(x) @ np.abs(wide) + np.abs(bias))
+    assert (np.abs(out - x.astype(np.float64) @ wide - bias) <= bound).all()
 
 
 @pytest.mark.parametrize("n", [2, 7, 16, 48, 577])
@@ -78,8 +95,8 @@ def attend_in_poisoned_arena(engine, dtype, lengths, group, kv_heads, head_dim, 
     arena = np.full(shape, np.nan, DTYPES[dtype])
     ids = rng.permutation(len(arena))[: sum(counts)].astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    query = rng.standard_normal((len(lengths), kv_heads * group, head_dim)).astype(np.float32)
-    query *= spread
+    query = spread * rng.standard_normal((len(lengths), kv_heads * group, head_dim))
+    query = query.astype(DTYPES[dtype]).astype(np.float32)  # as the cache: see the linear layers
     want = np.empty(query.shape)
     for row, length in enumerate(lengths):
         kv = rng.standard_normal((2, kv_heads, length, head_dim)).astype(DTYPES[dtype])
@@ -108,7 +125,19 @@ def attend_in_poisoned_arena(engine, dtype, lengths, group, kv_heads, head_dim, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("group", "kv_heads", "head_dim"),
-    [(1, 2, 16), (3, 3, 64), (4, 1, 20), (5, 1, 80), (8, 2, 128), (7, 1, 6), (2, 1, 256)],
+    [
+        (1, 2, 16),
+        (3, 3, 64),
+        (4, 1, 20),
+        (5, 1, 80),
+        (8, 2, 128),
+        (7, 1, 6),
+        (2, 1, 256),
+        (1, 1, 128),
+        (4, 2, 128),
+        (6, 1, 96),
+        (11, 1, 48),
+    ],
 )
 def test_attention_reads_only_the_slots_of_its_row(engine, dtype, group, kv_heads, head_dim):
     lengths = [1, 31, 32, 33, 64, 65]

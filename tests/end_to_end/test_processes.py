@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import EngineError
 from dualpace.core.sampling import SamplingParams
+from dualpace.llm import LLM
 from dualpace.wiring import Server
 
 OUTPUT_TOKENS = 600
@@ -110,6 +115,48 @@ def test_when_the_gpu_engine_dies_streams_end_with_an_error_and_service_returns(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("second", ["gpu", "cpu"])
+def test_an_engine_that_dies_while_all_are_restarted_is_one_more_restart(
+    tiny: Any, second: Any
+) -> None:
+    async def scenario() -> None:
+        async with serving(options(tiny)) as server:
+            old = server.supervisor.pids
+            os.kill(old["gpu"], signal.SIGKILL)
+            while server.supervisor.pids.get(second) in (None, old[second]):
+                await asyncio.sleep(0.01)
+            os.kill(server.supervisor.pids[second], signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while server.frontend.missing and not server.supervisor.failed.done():
+                    await asyncio.sleep(0.05)
+            assert not server.supervisor.failed.done()
+            again = await answers(server, tiny, lambda engine: None)
+            assert [tokens[:64] for tokens in again[:5]] == tiny.answers
+
+    asyncio.run(scenario())
+
+
+def test_an_interrupted_llm_leaves_no_engines(tiny: Any) -> None:
+    def children() -> set[int]:
+        found: set[int] = set()
+        for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread may end between two looks
+                found |= {int(pid) for pid in (task / "children").read_text().split()}
+        return found
+
+    before = children()
+
+    def interrupt() -> None:
+        while len(children() - before) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        LLM(**msgspec.structs.asdict(options(tiny)))
+    assert not [pid for pid in children() - before if runs(pid)]
+
+
 def test_an_engine_that_cannot_start_says_why(tiny: Any, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -175,6 +222,27 @@ def test_no_process_outlives_the_server_however_it_ends(
     assert not any(map(runs, engines))
 
 
+def test_a_second_signal_ends_streams_at_once_and_cleans_up_all_the_same(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Path(tempfile.mkdtemp())  # short: a socket's path has 107 characters at most
+    monkeypatch.setenv("TMPDIR", str(runtime))
+    process, address = start(command, tmp_path / "log")
+    body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        assert "choices" in next(lines)
+        process.send_signal(signal.SIGINT)
+        while "stopping" not in (tmp_path / "log").read_text():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        last = [line for line in lines if line][-1]
+    assert "shutting down" in last
+    assert process.wait(30) == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    runtime.rmdir()  # nothing is left in it
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -185,6 +253,7 @@ def test_no_process_outlives_the_server_however_it_ends(
         (["--policy", "fastest"], "dualpace"),
         (["--max-model-len", "999999"], "--max-model-len"),
         (["--cpu-cores", "4096"], "--cpu-cores"),
+        (["--port", "70000"], "--port"),
         (["--gpu-kv-tokens", "0", "--host-kv-size", "0"], "no room for KV"),
     ],
 )

@@ -48,6 +48,12 @@ def test_an_active_window_limits_the_length(config: dict[str, Any], longest: int
     assert spec_from_config(config, {}).max_position_embeddings == longest
 
 
+@pytest.mark.parametrize("end", [-1, 100, 1.5, True])
+def test_an_end_id_outside_the_vocabulary_is_refused(end: object) -> None:
+    with pytest.raises(ModelError, match="eos_token_id"):
+        spec_from_config(LLAMA, {"eos_token_id": [7, end]})
+
+
 @pytest.mark.parametrize("spelling", ["top level", "rope_scaling", "rope_parameters"])
 def test_rope_theta_is_found_in_every_spelling(spelling: str) -> None:
     rope = {

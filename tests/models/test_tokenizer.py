@@ -36,9 +36,6 @@ def test_gguf_tokenizer_equals_transformers(smollm2: Tokenizer) -> None:
     assert smollm2.apply_chat_template(MESSAGES) == list(
         expected.apply_chat_template(MESSAGES, add_generation_prompt=True).input_ids
     )
-    assert smollm2.vocab_size == len(expected)
-    assert smollm2.eos_ids == (expected.eos_token_id,)
-    assert smollm2.is_fast
 
 
 def test_decoding_gives_the_text_back(smollm2: Tokenizer) -> None:
@@ -54,7 +51,6 @@ def test_a_directory_tokenizer_without_template_refuses_chat(tmp_path: Path) -> 
     save_words(tmp_path)
     tokenizer = load_tokenizer(resolve_tokenizer(str(tmp_path)))
     assert tokenizer.encode("hello") == [0]
-    assert tokenizer.eos_ids == (1,)
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.apply_chat_template(MESSAGES)
 

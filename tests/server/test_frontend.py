@@ -171,3 +171,28 @@ async def test_metrics_tell_the_engines_apart(engines):
     assert sample("dualpace_moves_total", {**cpu, "kind": "promotion"}) == 6
     assert sample("dualpace_engine_restarts_total", cpu) == 1
     assert sample("dualpace_engine_up", cpu) == 1
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        ("max_tokens", 2.5),
+        ("seed", 1.5),
+        ("top_k", True),
+        ("stop", [5]),
+        ("stop_token_ids", [1.5]),
+        ("prompt", [1.0, 2.0]),
+        ("prompt", [True]),
+    ],
+)
+async def test_a_value_of_the_wrong_type_never_reaches_an_engine(engines, param, value):
+    engines.ready()
+    params = SamplingParams()
+    prompt = value if param == "prompt" else [1, 2]
+    if param != "prompt":
+        setattr(params, param, value)
+    with pytest.raises(RequestError) as caught:
+        engines.frontend.submit([prompt], params)
+    assert caught.value.param == param
+    assert engines.sent == []
+    assert len(engines.frontend.journal) == 0

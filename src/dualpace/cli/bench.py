@@ -39,12 +39,16 @@ from dualpace.bench.load import (
 from dualpace.bench.metrics import summarize
 from dualpace.bench.plots import plot_tokens
 from dualpace.bench.report import Circumstances, report_dict, report_table, write_csv
-from dualpace.core.errors import ConfigError, DualPaceError
+from dualpace.cli.bench_kernels import kernels
+from dualpace.cli.errors import explained
+from dualpace.core.errors import ConfigError
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 bench_app = typer.Typer(
-    help="Measure an OpenAI-compatible server.", no_args_is_help=True, add_completion=False
+    help="Measure a server, or the CPU kernels of this machine.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 
@@ -56,10 +60,7 @@ class Arrival(StrEnum):
     trace = "trace"
 
 
-@bench_app.callback()
-def _bench() -> None:
-    # With a callback, a single command stays a subcommand.
-    """Measure an OpenAI-compatible server."""
+bench_app.command()(kernels)
 
 
 @bench_app.command()
@@ -124,7 +125,7 @@ def serve(
     Exits with 1 if no request succeeded.
     """
     errors = Console(stderr=True)
-    try:
+    with explained(code=2):
         if trace and synthetic:
             raise ConfigError("--trace and --synthetic exclude each other")
         _require_folders(json_file, csv_file, plot_file)
@@ -155,12 +156,6 @@ def serve(
                     on_progress=bar,
                 )
             )
-    except DualPaceError as error:
-        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        errors.print("[yellow]stopped[/yellow]")
-        raise typer.Exit(130) from None
     summary = summarize(records)
     line = json.dumps(report_dict(circumstances, summary), allow_nan=False)
     if json_file:

@@ -6,20 +6,14 @@ import logging
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from dualpace.cli.errors import explained
 from dualpace.cli.logs import set_up_logging
-from dualpace.cli.serve import (
-    CpuCores,
-    GpuKvTokens,
-    HostKvSize,
-    MaxModelLen,
-    Model,
-    run_or_explain,
-)
-from dualpace.core.config import EngineOptions
+from dualpace.cli.serve import CpuCores, GpuKvTokens, HostKvSize, MaxModelLen, Model
 from dualpace.core.errors import RequestError
 from dualpace.core.sampling import SamplingParams
-from dualpace.wiring import Server
+from dualpace.llm import LLM
 
 
 def chat(
@@ -35,45 +29,41 @@ def chat(
 ) -> None:
     """Talk to MODEL. An empty line or Ctrl-D ends the conversation."""
     set_up_logging(logging.WARNING)
-    run_or_explain(
-        _chat(
-            EngineOptions(
-                model=model,
+    with explained():
+        params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
+        with Console(stderr=True).status(f"loading {model}"):
+            llm = LLM(
+                model,
                 max_model_len=max_model_len,
                 gpu_kv_tokens=gpu_kv_tokens,
                 host_kv_size=host_kv_size,
                 cpu_cores=cpu_cores,
-            ),
-            SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens),
-            system,
-        )
-    )
+            )
+        with llm:
+            converse(llm, params, system)
 
 
-async def _chat(options: EngineOptions, params: SamplingParams, system: str | None) -> None:
-    server = await Server.start(options)
+def converse(llm: LLM, params: SamplingParams, system: str | None) -> None:
+    """Questions from stdin, answers to stdout, until there are no more questions."""
     messages = [{"role": "system", "content": system}] if system else []
-    try:
-        while question := _ask():
-            messages.append({"role": "user", "content": question})
-            answer = ""
-            try:
-                prompt = server.frontend.tokenizer.apply_chat_template(messages)
-                async for delta in server.frontend.generate(prompt, params):
-                    typer.echo(delta.text, nl=False)
-                    answer += delta.text
-            except RequestError as error:
-                typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
-                messages.pop()
-                continue
-            typer.echo()
-            messages.append({"role": "assistant", "content": answer})
-    finally:
-        await server.close()
+    while question := _ask():
+        messages.append({"role": "user", "content": question})
+        answer = ""
+        try:
+            for text in llm.stream_chat(messages, params):
+                typer.echo(text, nl=False)
+                answer += text
+        except RequestError as error:
+            typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+            messages.pop()
+            continue
+        typer.echo()
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _ask() -> str:
     try:
         return input("> ").strip()
     except EOFError:
+        typer.echo()
         return ""

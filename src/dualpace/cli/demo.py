@@ -23,7 +23,6 @@ from types import FrameType
 from typing import IO
 
 import httpx
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -34,6 +33,7 @@ from dualpace.bench.metrics import Summary, summarize
 from dualpace.bench.plots import plot_tokens
 from dualpace.bench.report import Circumstances, report_table
 from dualpace.cli.bench import print_failures, progress_bar
+from dualpace.cli.errors import explained
 from dualpace.core.errors import DualPaceError
 
 MODEL = "smollm2"
@@ -49,7 +49,7 @@ MAX_OUTPUT_TOKENS = 96
 VOCAB_SIZE = 32000
 SEED = 0
 FIGURE = Path("demo.png")
-READY_TIMEOUT_S = 900.0  # the first start downloads the model
+READY_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES_SHOWN = 30
 
@@ -61,15 +61,8 @@ class DemoError(DualPaceError):
 def demo() -> None:
     """Start a server, ask it a question, replay a small load, and show what each engine did."""
     console = Console()
-    try:
-        with _stop_on_signals():
-            _run(console)
-    except DualPaceError as error:
-        console.print(f"[bold red]The demo failed:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        console.print("[yellow]stopped[/yellow]")
-        raise typer.Exit(130) from None
+    with explained(prefix="The demo failed:"), _stop_on_signals():
+        _run(console)
 
 
 def server_command(port: int) -> list[str]:
@@ -105,6 +98,9 @@ def _run(console: Console) -> None:
             _check(answer, summary)
         except DualPaceError:
             _show_log(console, log)
+            raise
+        except BaseException:
+            log.unlink()
             raise
     log.unlink()
     console.print(f"[green]Both engines worked.[/] Figure: {FIGURE}")

@@ -14,5 +14,5 @@ def set_up_logging(level: int) -> None:
         force=True,
     )
     # Third parties speak only when something is wrong.
-    for name in ("httpx", "httpcore", "urllib3", "matplotlib", "uvicorn.access", "asyncio"):
+    for name in ("httpx", "httpcore", "urllib3", "matplotlib", "uvicorn", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -20,10 +20,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dualpace.cli.errors import explained
 from dualpace.cli.logs import set_up_logging
 from dualpace.cli.serve import CpuCores, GpuKvTokens, HostKvSize, MaxModelLen, Model
 from dualpace.core.config import EngineConfig, EngineOptions
-from dualpace.core.errors import DualPaceError
 from dualpace.core.messages import GPU
 from dualpace.core.plan import Tier
 from dualpace.policy.cost_model import OPERATIONS, Operation, Point
@@ -56,7 +56,7 @@ def run(
     """Measure MODEL, store the profile, print it. After Ctrl-C what was measured is kept."""
     set_up_logging(logging.WARNING)
     console = Console(stderr=True)
-    with _explained(console):
+    with explained():
         options = EngineOptions(
             model=model,
             gpu_kv_tokens=gpu_kv_tokens,
@@ -85,7 +85,7 @@ def show(
 ) -> None:
     """Print the stored profile of MODEL on this machine, or the one in a file."""
     set_up_logging(logging.WARNING)
-    with _explained(Console(stderr=True)):
+    with explained():
         if model.endswith(".json"):
             _show(load(Path(model)))
         else:
@@ -201,16 +201,3 @@ def _table(operation: Operation, points: list[Point]) -> Table:
         cells = (seconds.get((size, context)) for context in contexts)
         table.add_row(str(size), *("" if cell is None else f"{cell * 1e3:.4g}" for cell in cells))
     return table
-
-
-@contextlib.contextmanager
-def _explained(console: Console) -> Iterator[None]:
-    """An error that a user can mend is told in one line, with exit code 1."""
-    try:
-        yield
-    except (DualPaceError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        console.print("[yellow]stopped[/yellow]")
-        raise typer.Exit(130) from None

@@ -7,16 +7,18 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
 import typer
 import uvicorn
 
+from dualpace.cli.errors import explained
 from dualpace.cli.logs import set_up_logging
-from dualpace.core.config import EngineOptions
-from dualpace.core.errors import DualPaceError
+from dualpace.core.config import ISAS, EngineOptions
+from dualpace.models.registry import resolve
+from dualpace.models.spec import default_sampling
 from dualpace.server.api import create_app
 from dualpace.wiring import Server
 
@@ -43,7 +45,9 @@ MaxModelLen = Annotated[
 def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name in the API. Default: MODEL as given.")
     ] = None,
@@ -66,7 +70,7 @@ def serve(
     host_kv_size: HostKvSize = DEFAULTS["host_kv_size"],
     cpu_cores: CpuCores = None,
     cpu_isa: Annotated[
-        str, typer.Option(help="Instruction set of the CPU engine: auto, portable or avx2.")
+        str, typer.Option(help=f"Instruction set of the CPU engine: {', '.join(ISAS)}.")
     ] = DEFAULTS["cpu_isa"],
     policy: Annotated[str, typer.Option(help="dualpace or gpu-only.")] = DEFAULTS["policy"],
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = DEFAULTS["device"],
@@ -83,26 +87,25 @@ def serve(
         raise typer.BadParameter(f"{log_level!r} is not a log level", param_hint="--log-level")
     set_up_logging(level)
     names = msgspec.structs.fields(EngineOptions)
-    run_or_explain(_serve({f.name: given[f.name] for f in names}, host, port))
-
-
-def run_or_explain(work: Coroutine[Any, Any, None]) -> None:
-    """Run to the end; an error that a user can mend is told in one line, with exit code 1."""
-    try:
-        asyncio.run(work)
-    except (DualPaceError, OSError) as error:
-        typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
-        raise typer.Exit(1) from None
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        raise typer.Exit(130) from None
+    with explained():
+        asyncio.run(_serve({f.name: given[f.name] for f in names}, host, port))
 
 
 async def _serve(fields: dict[str, Any], host: str, port: int) -> None:
     options = EngineOptions(**fields)
     this = asyncio.current_task()
     assert this is not None
+    hurry = asyncio.Event()
+
+    def stop() -> None:
+        """The first signal cancels; one more cuts the grace short, and nothing else."""
+        if this.cancelling():
+            hurry.set()
+        else:
+            this.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, this.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     with socket.create_server((host, port)) as listener:
         # asyncio turns Nagle's algorithm off only on listeners of its own: each token would wait
         # 40 ms for an acknowledgement.
@@ -110,9 +113,13 @@ async def _serve(fields: dict[str, Any], host: str, port: int) -> None:
         server = await Server.start(options)
         api = _Api(
             uvicorn.Config(
-                create_app(server.frontend, [options.served_model_name or options.model]),
+                create_app(
+                    server.frontend,
+                    [options.served_model_name or options.model],
+                    default_sampling=default_sampling(resolve(options.model)),
+                ),
                 log_config=None,
-                timeout_graceful_shutdown=GRACE,
+                timeout_graceful_shutdown=GRACE + 1,
             )
         )
         serving = asyncio.ensure_future(api.serve(sockets=[listener]))
@@ -125,6 +132,10 @@ async def _serve(fields: dict[str, Any], host: str, port: int) -> None:
             logger.info("stopping")
         finally:
             api.should_exit = True
+            ends = {serving, asyncio.ensure_future(hurry.wait())}
+            await asyncio.wait(ends, timeout=GRACE, return_when=asyncio.FIRST_COMPLETED)
+            # Streams that still run end with an error event, not with a cut connection.
+            server.frontend.fail_all("the server is shutting down")
             await serving
             await server.close()
         if server.supervisor.failed.done():

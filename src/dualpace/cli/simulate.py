@@ -27,8 +27,9 @@ from dualpace.bench.load import (
 )
 from dualpace.bench.metrics import summarize
 from dualpace.bench.report import Circumstances, report_dict, report_table
+from dualpace.cli.errors import explained
 from dualpace.core.config import EngineOptions, PolicyName
-from dualpace.core.errors import ConfigError, DualPaceError
+from dualpace.core.errors import ConfigError
 from dualpace.policy.cost_model import TableCostModel
 from dualpace.policy.registry import make_policy
 from dualpace.profile.table import load as load_profile
@@ -72,7 +73,7 @@ def simulate(
 ) -> None:
     """Run a load against a simulated server of the measured speed; print a table, and JSON last."""
     errors = Console(stderr=True)
-    try:
+    with explained(code=2):
         if trace and synthetic:
             raise ConfigError("--trace and --synthetic exclude each other")
         if json_file and not json_file.parent.is_dir():
@@ -99,12 +100,6 @@ def simulate(
         with errors.status(f"simulating {len(load)} requests"):
             hardware = durations.hardware(gpu_pages, host_pages, page_tokens)
             records = replay(load, hardware, rules)
-    except DualPaceError as error:
-        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        errors.print("[yellow]stopped[/yellow]")
-        raise typer.Exit(130) from None
     circumstances = Circumstances(
         model=f"{profile.model} (simulated)",
         base_url="",

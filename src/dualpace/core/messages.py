@@ -94,7 +94,6 @@ class EngineReady(Message, frozen=True):
     pid: int
     kv_tokens: int
     page_tokens: int
-    details: dict[str, str] = {}
 
 
 class EngineStats(Message, frozen=True):

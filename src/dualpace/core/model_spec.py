@@ -26,7 +26,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     qk_norm: bool = False
     max_position_embeddings: int = 2048
-    bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
 
     @property

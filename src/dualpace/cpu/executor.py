@@ -1,20 +1,21 @@
 """The CPU engine's executor: batches of the loop, run by the C++ engine on a thread of their own.
 
 Knows the contract of `core.plan` and the arena's address; does not schedule and allocates no pages.
+The arena's memory is prepared in the background, ahead of the highest page that a batch has named.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dualpace.core.errors import EngineError
 from dualpace.core.plan import Batch, CopyJob, Ticket
+from dualpace.cpu import _native
+from dualpace.cpu.memory import ArenaPreparer
 from dualpace.cpu.model import CpuModel
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class CpuExecutor:
@@ -25,12 +26,17 @@ class CpuExecutor:
     """
 
     def __init__(
-        self, model: CpuModel, arena: Buffer, page_tokens: int, wake: Callable[[], None]
+        self, model: CpuModel, arena: _native.Memory, page_tokens: int, wake: Callable[[], None]
     ) -> None:
         self._model = model
         self._arena = arena
         self._page_tokens = page_tokens
         self._wake = wake
+        self._page_bytes = model.page_bytes(page_tokens)
+        self._preparer = ArenaPreparer(
+            lambda offset, length: model.prepare_arena(arena, offset, length),
+            np.frombuffer(arena, np.uint8).nbytes,
+        )
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dualpace-cpu")
 
     def launch(self, batch: Batch) -> Ticket[list[int | None]]:
@@ -48,12 +54,15 @@ class CpuExecutor:
         raise EngineError(f"the CPU engine copies no pages (copy {job.number})")
 
     def close(self) -> None:
-        """Wait for what runs, and let the worker thread go."""
+        """Wait for what runs, and let the threads go."""
         self._worker.shutdown(wait=True)
+        self._preparer.close()
 
     def _run(self, batch: Batch) -> list[int | None]:
         if any(row.tier != "host" for row in batch.rows):
             raise EngineError(f"batch {batch.number}: the CPU engine decodes host rows only")
+        highest = max((page for row in batch.rows for page in row.pages), default=0)
+        self._preparer.use((highest + 1) * self._page_bytes)
         try:
             decoded = self._model.decode(batch.rows, self._arena, self._page_tokens)
         except ValueError as error:

@@ -6,16 +6,25 @@ process that maps it ends, however it ends.
 
 from __future__ import annotations
 
-import mmap
+import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dualpace.core.config import format_size
 from dualpace.core.errors import ConfigError, HardwareError
+from dualpace.cpu import _native
 from dualpace.cpu.cgroups import SYSTEM, control_groups, read_text
+
+logger = logging.getLogger(__name__)
 
 UNLIMITED = 2**60  # version 1 groups say so with a very large number
 AUTO_SHARE = 0.5  # of the memory left beside the weights, for "auto"
+PREPARED_CHUNK = 256 * 2**20  # bytes of the arena that are prepared at a time
 
 
 def available_memory(system: Path = SYSTEM) -> int:
@@ -51,9 +60,55 @@ def create_arena(size: int) -> int:
     return descriptor
 
 
-def map_arena(descriptor: int, size: int) -> mmap.mmap:
-    """Map the arena, readable and writable."""
-    return mmap.mmap(descriptor, size, mmap.MAP_SHARED)
+def map_arena(descriptor: int, size: int) -> NDArray[np.uint8]:
+    """The arena as writable bytes [size], unmapped when the last view of them is gone.
+
+    Mapped at a multiple of 2 MiB, which an `mmap.mmap` is not, and without which a shared mapping
+    cannot have huge pages.
+    """
+    return _native.map_shared(descriptor, size)
+
+
+class ArenaPreparer:
+    """Gives the arena its memory, in huge pages where possible, ahead of its use.
+
+    Page ids are granted from low to high, so what is prepared is a prefix: up to the chunk behind
+    the one that is in use. Memory that is never needed is never taken. Work is done on a thread
+    of its own, one chunk at a time; nobody waits for it, because memory that is not prepared works
+    as well, only slower.
+
+    prepare: called with offset and length of a chunk, says what kind of pages it got.
+    """
+
+    def __init__(
+        self, prepare: Callable[[int, int], str], size: int, chunk: int = PREPARED_CHUNK
+    ) -> None:
+        self._prepare = prepare
+        self._size = size
+        self._chunk = chunk
+        self._submitted = 0
+        self._got = ""
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dualpace-arena")
+        self.use(0)
+
+    def use(self, end: int) -> None:
+        """The bytes before `end` are in use, or soon will be. Returns at once."""
+        chunks_in_use = -(-end // self._chunk)
+        wanted = min(self._size, (chunks_in_use + 1) * self._chunk)
+        while self._submitted < wanted:
+            length = min(self._chunk, self._size - self._submitted)
+            self._worker.submit(self._run, self._submitted, length)
+            self._submitted += length
+
+    def close(self) -> None:
+        """Finish the chunk at work, drop those that wait."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, offset: int, length: int) -> None:
+        got = self._prepare(offset, length)
+        if got != self._got:
+            logger.info("host KV arena from %s on: %s", format_size(offset), got)
+            self._got = got
 
 
 def _machine_memory(system: Path) -> int:

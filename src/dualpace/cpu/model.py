@@ -8,23 +8,23 @@ who owns a page. Names: `embed_tokens` [V, H], `norm` [H], `lm_head` [V, H] unle
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpace.core.config import DType
+from dualpace.core.config import DType, format_size
 from dualpace.core.errors import ConfigError, HardwareError, ModelError
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import BatchRow
 from dualpace.cpu import _native
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+logger = logging.getLogger(__name__)
 
 _LAYER_NAME = re.compile(r"layers\.(\d+)\.(\w+)")
 
@@ -41,7 +41,7 @@ class CpuModel:
 
     weights: (name, array) pairs in any order, float32 or bfloat16 (`ml_dtypes`) arrays; they are
     converted to `dtype`, that of weights and KV cache, and not kept. cores: CPU ids, one pinned
-    thread each. isa: "auto", "portable" or "avx2".
+    thread each. isa: one of `core.config.ISAS`.
 
     Raises `ModelError` for a missing, unknown, repeated or wrongly shaped tensor, `ConfigError` for
     an unknown instruction set or a CPU that is not available, `HardwareError` for an instruction
@@ -75,6 +75,8 @@ class CpuModel:
             raise ModelError(
                 f"missing tensors: {', '.join(missing[:5])}{', …' * (len(missing) > 5)}"
             )
+        size = format_size(self._native.weight_bytes)
+        logger.info("weights: %s in %s", size, self._native.weight_pages)
 
     @property
     def isa(self) -> str:
@@ -85,10 +87,22 @@ class CpuModel:
     def num_threads(self) -> int:
         return self._engine.num_threads
 
+    def page_bytes(self, page_tokens: int) -> int:
+        """Bytes of a KV page of so many tokens."""
+        return self.spec.page_bytes(page_tokens, 2 if self.dtype == "bfloat16" else 4)
+
+    def prepare_arena(self, arena: _native.Memory, offset: int, length: int) -> str:
+        """Give these bytes of a shared mapping their memory, in huge pages if it can be had.
+
+        Returns what was got, such as "2 MiB pages". Runs on the engine's threads between
+        iterations; what is stored stays, whoever writes meanwhile. Releases the GIL.
+        """
+        return _native.prepare_arena(self._engine, arena, offset, length)
+
     def decode(
         self,
         rows: Sequence[BatchRow],
-        arena: Buffer,
+        arena: _native.Memory,
         page_tokens: int,
         *,
         return_logits: bool = False,

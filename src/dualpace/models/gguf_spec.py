@@ -49,7 +49,6 @@ def _spec(file: GGUFFile) -> ModelSpec:
         raise ModelError("keys and values of different length are not supported")
     positions = _count(file, f"{arch}.context_length")
     window = file.value(f"{arch}.attention.sliding_window") or positions
-    bos = file.value("tokenizer.ggml.bos_token_id")
     return checked(
         ModelSpec(
             architecture=ARCHITECTURES[arch],
@@ -66,7 +65,6 @@ def _spec(file: GGUFFile) -> ModelSpec:
             qkv_bias="blk.0.attn_q.bias" in file.tensor_names,
             qk_norm="blk.0.attn_q_norm.weight" in file.tensor_names,
             max_position_embeddings=min(positions, int(window)),
-            bos_id=None if bos is None else int(bos),
             eos_ids=_end_ids(file),
         )
     )

@@ -38,12 +38,25 @@ def load_spec(source: ModelSource) -> ModelSpec:
 
         return spec_from_gguf(source.path)
     config = _read_json(source.path / "config.json")
-    generation_path = source.path / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
     try:
-        return spec_from_config(config, generation)
-    except ModelError as error:
+        return spec_from_config(config, _generation_config(source))
+    except (ModelError, TypeError, ValueError, KeyError) as error:
         raise ModelError(f"{source.path / 'config.json'}: {error}") from error
+
+
+def default_sampling(source: ModelSource) -> dict[str, Any]:
+    """Sampling options that the checkpoint's generation_config.json recommends, under their names
+    in `SamplingParams`; none where it has no such file or samples greedily."""
+    generation = _generation_config(source)
+    if not generation.get("do_sample", False):
+        return {}
+    wanted = ("temperature", "top_k", "top_p", "min_p")
+    return {name: generation[name] for name in wanted if generation.get(name) is not None}
+
+
+def _generation_config(source: ModelSource) -> Mapping[str, Any]:
+    path = source.path / "generation_config.json"
+    return _read_json(path) if source.kind == "hf" and path.is_file() else {}
 
 
 def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelSpec:
@@ -77,9 +90,6 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -
             qkv_bias=architecture == "Qwen2ForCausalLM",
             qk_norm=architecture == "Qwen3ForCausalLM",
             max_position_embeddings=positions if window is None else min(positions, window),
-            bos_id=_ids(config.get("bos_token_id"))[0]
-            if _ids(config.get("bos_token_id"))
-            else None,
             eos_ids=tuple(
                 sorted({*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))})
             ),
@@ -95,6 +105,12 @@ def checked(spec: ModelSpec) -> ModelSpec:
         )
     if spec.head_dim % 2:
         raise ModelError(f"head_dim must be even, got {spec.head_dim}")
+    for end in spec.eos_ids:
+        # Beyond the vocabulary the engines could not ban it, of another type not even decode it.
+        if type(end) is not int or not 0 <= end < spec.vocab_size:
+            raise ModelError(
+                f"eos_token_id {end!r} is not an id of the vocabulary of {spec.vocab_size}"
+            )
     return spec
 
 

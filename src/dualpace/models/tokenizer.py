@@ -22,31 +22,6 @@ class Tokenizer:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
-    @property
-    def is_fast(self) -> bool:
-        """True where the Rust tokenizers library does the work, and `fast` is not None."""
-        return bool(self._backend.is_fast)
-
-    @property
-    def fast(self) -> Any:
-        """The `tokenizers.Tokenizer`, for its incremental `DecodeStream`; None if not `is_fast`."""
-        return self._backend.backend_tokenizer if self.is_fast else None
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids it knows, added tokens included; a model's embedding may have more rows."""
-        return len(self._backend)
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Its own end-of-sequence id, if any; the checkpoint's list is `ModelSpec.eos_ids`."""
-        eos = self._backend.eos_token_id
-        return () if eos is None else (int(eos),)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._backend.chat_template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised."""
         ids = self._backend.encode(text, add_special_tokens=add_special_tokens)
@@ -69,7 +44,7 @@ class Tokenizer:
 
         Raises `RequestError` where the model has no template, or its template refuses `messages`.
         """
-        if not self.has_chat_template:
+        if self._backend.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use the completions API", param="messages"
             )

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dualpace.core.errors import CapacityError, EngineError, RequestError
 from dualpace.core.messages import (
     CPU,
@@ -144,7 +146,7 @@ class Frontend:
         param: the field that errors about a prompt name. Raises `RequestError`, `CapacityError`
         (a prompt that no KV pool could hold) or `NotReadyError`; then nothing has been sent.
         """
-        self.check(params, len(prompts))
+        params = self.check(params, len(prompts))
         for prompt in prompts:
             self._check_prompt(prompt, param)
         lists = [list(prompt) for prompt in prompts]
@@ -193,14 +195,14 @@ class Frontend:
         self._choices[request_id] = _Choice(index, stream, entry, text)
         return submit
 
-    def check(self, params: SamplingParams, prompts: int) -> None:
+    def check(self, params: SamplingParams, prompts: int) -> SamplingParams:
         """What can be said of a request of so many prompts without their tokens.
 
-        Raises `NotReadyError` or `RequestError`.
+        Returns a copy of `params`, verified. Raises `NotReadyError` or `RequestError`.
         """
         if not self.accepting:
             raise NotReadyError(f"engines not ready: {', '.join(self.missing) or 'starting'}")
-        params.verify()  # a caller may have changed it since it was made
+        params = _verified(params)
         if prompts * params.n > MAX_CHOICES:
             raise RequestError(
                 f"{prompts} prompts with n={params.n} are more than {MAX_CHOICES} choices",
@@ -212,6 +214,7 @@ class Frontend:
             )
         for token_id in params.stop_token_ids or ():
             self._check_id(token_id, "stop_token_ids")
+        return params
 
     def _check_prompt(self, prompt: Sequence[int], param: str) -> None:
         size, limits = len(prompt), self.limits
@@ -234,6 +237,8 @@ class Frontend:
             self._check_id(token_id, param)
 
     def _check_id(self, token_id: int, param: str) -> None:
+        if type(token_id) is not int:  # no engine could decode the message it travels in
+            raise RequestError(f"token id {token_id!r} is not an integer", param=param)
         if not 0 <= token_id < self.limits.vocab_size:
             raise RequestError(
                 f"token id {token_id} is outside the vocabulary of {self.limits.vocab_size} ids",
@@ -348,3 +353,19 @@ class Frontend:
         choice = self._choices.pop(request_id)
         self.journal.close(request_id)
         self.metrics.finished(choice.entry.last_engine, reason, time.monotonic() - choice.started)
+
+
+def _verified(params: SamplingParams) -> SamplingParams:
+    """A copy that has been through every check of types and values.
+
+    A Python caller may have given any type, or changed a field since; what has the wrong type would
+    end the engine that decodes it.
+    """
+    try:
+        return msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, RequestError):
+            raise error.__cause__ from None
+        message, _, path = str(error).partition(" - at `$.")
+        param = path.partition("[")[0].rstrip("`")
+        raise RequestError(f"{param}: {message}", param=param) from None

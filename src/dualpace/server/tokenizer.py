@@ -9,11 +9,6 @@ from typing import Protocol
 class Tokenizer(Protocol):
     """Text to ids and back. Calls may come from two threads, never two `encode`s at once."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids the tokenizer knows, added tokens included."""
-        ...
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`."""
         ...

@@ -20,7 +20,6 @@ class SimulatedPort:
         self.name = name
         self.on_arrival = on_arrival
         self.inbox: list[Envelope] = []
-        self.received = 0
         self._network = network
 
     def send(self, to: str, body: AnyMessage) -> None:
@@ -65,7 +64,6 @@ class Network:
             stale = FRONTEND not in (sender, to) and envelope.generation != self.generation
             if self._ports[to] is target and not stale:
                 target.inbox.append(envelope)
-                target.received += 1
                 target.on_arrival()
 
         self._clock.at(arrival, deliver)

@@ -1,0 +1,436 @@
+// Runs the C++ engine without Python, for the sanitizers: races, reads past an end, undefined
+// behaviour. What the numbers must be is pinned by tests/cpu; here they only have to be plausible,
+// so that a broken kernel does not go unnoticed. Built with -DDUALPACE_SANITIZE, see CMakeLists.txt.
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "dispatch.h"
+#include "layer_program.h"
+#include "linear.h"
+#include "memory.h"
+#include "model.h"
+#include "sampler.h"
+#include "thread_pool.h"
+
+using namespace dualpace;
+
+namespace {
+
+#define CHECK(condition)                                                            \
+  do {                                                                              \
+    if (!(condition)) {                                                             \
+      std::fprintf(stderr, "%s:%d: %s is false\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                                 \
+    }                                                                               \
+  } while (false)
+
+std::mt19937 generator(1);
+
+std::vector<float> normal(size_t count) {
+  std::normal_distribution<float> distribution;
+  std::vector<float> values(count);
+  for (float& value : values) value = distribution(generator);
+  return values;
+}
+
+// `threads` entries over the CPUs of this process, several threads to a CPU if need be.
+std::vector<int> cpus(int threads) {
+  cpu_set_t allowed;
+  CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+  std::vector<int> all, chosen;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(static_cast<size_t>(cpu), &allowed)) all.push_back(cpu);
+  }
+  for (int i = 0; i < threads; ++i) chosen.push_back(all[static_cast<size_t>(i) % all.size()]);
+  return chosen;
+}
+
+std::vector<const KernelTable*> all_kernels() {
+  std::vector<const KernelTable*> tables{select_kernels("amx_emulated")};
+  for (const std::string& isa : supported_isas()) tables.push_back(select_kernels(isa));
+  return tables;
+}
+
+double relative_l2(const float* got, const std::vector<double>& want) {
+  double error = 0.0, size = 0.0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += (got[i] - want[i]) * (got[i] - want[i]);
+    size += want[i] * want[i];
+  }
+  return std::sqrt(error / size);
+}
+
+// -- threads --------------------------------------------------------------------------------------
+
+void pools_start_and_stop() {
+  for (int i = 0; i < 10; ++i) {
+    ThreadPool idle(cpus(i % 4 + 1));
+    ThreadPool busy(cpus(3));
+    std::atomic<int> ran{0};
+    busy.run([&](int) { ++ran; });
+    CHECK(ran == 3);
+  }
+}
+
+// Plain integers, handed round at barriers: a barrier that orders too little is a race.
+void barriers_order_what_was_written() {
+  ThreadPool pool(cpus(3));
+  std::vector<int> counts(3, 0);
+  for (int run = 0; run < 5; ++run) {
+    pool.run([&](int thread) {
+      for (int i = 0; i < 100; ++i) {
+        const size_t mine = static_cast<size_t>((thread + i) % 3);
+        counts[mine] += 1;
+        pool.barrier();
+      }
+    });
+  }
+  for (const int count : counts) CHECK(count == 500);
+}
+
+void parked_threads_wake_up() {
+  ThreadPool pool(cpus(3));
+  int total = 0;
+  for (int run = 0; run < 5; ++run) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(4));  // longer than they spin
+    pool.run([&](int thread) {
+      if (thread == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      pool.barrier();  // where the others sleep by now
+      if (thread == run % 3) ++total;
+    });
+  }
+  CHECK(total == 5);
+}
+
+void callers_take_turns() {
+  ThreadPool pool(cpus(2));
+  int total = 0;
+  const auto call = [&] {
+    for (int i = 0; i < 50; ++i) {
+      pool.run([&](int thread) {
+        if (thread == 1) ++total;
+      });
+    }
+  };
+  std::thread other(call);
+  call();
+  other.join();
+  CHECK(total == 100);
+}
+
+// -- kernels --------------------------------------------------------------------------------------
+
+void attention_is_whole_after_a_split(const KernelTable& kernels, DType dtype) {
+  const int group = 5, kv_heads = 2, dim = 48, page_tokens = 16, threads = 4;
+  const std::vector<int64_t> lengths{1, 700, 16, 33, 129};
+  const CacheShape shape{2, kv_heads, page_tokens, dim, dtype};
+  std::vector<std::vector<int32_t>> tables;
+  int32_t pages = 0;
+  for (const int64_t length : lengths) {
+    tables.emplace_back();
+    for (int64_t t = 0; t < length; t += page_tokens) tables.back().push_back(pages++);
+  }
+  // As long as the pages, not a byte more: a kernel may not read past the arena.
+  std::vector<char> arena(static_cast<size_t>(pages) * shape.page_bytes());
+  const size_t count = arena.size() / element_bytes(dtype);
+  portable_kernels()->store[dtype](normal(count).data(), static_cast<int>(count), arena.data());
+  CacheRows rows;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    rows.positions.push_back(lengths[i] - 1);
+    rows.pages.push_back(tables[i].data());
+  }
+  const size_t stride = static_cast<size_t>(kv_heads * group * dim);
+  const std::vector<float> query = normal(lengths.size() * stride);
+  std::vector<float> out(query.size());
+
+  ThreadPool pool(cpus(threads));
+  AttentionPlan plan;
+  plan.build(rows, {group, kv_heads, dim}, page_tokens, threads);
+  CHECK(plan.has_splits());
+  const AttentionOut to{out.data(), stride, kFloat32};
+  pool.run([&](int thread) {
+    plan.attend(kernels, shape, arena.data(), 1, rows, query.data(), stride, to, thread);
+    pool.barrier();
+    plan.merge(kernels, to, thread, threads);
+  });
+
+  for (size_t row = 0; row < lengths.size(); ++row) {
+    for (int head = 0; head < kv_heads * group; ++head) {
+      const float* q = query.data() + row * stride + static_cast<size_t>(head * dim);
+      std::vector<double> want(static_cast<size_t>(dim));
+      double total = 0.0;
+      for (int64_t t = 0; t < lengths[row]; ++t) {
+        const auto at = [&](int which, int i) {
+          const size_t page = static_cast<size_t>(tables[row][t / page_tokens]);
+          const Source source{arena.data() + page * shape.page_bytes() +
+                                  shape.offset(1, which, head / group),
+                              dtype};
+          return static_cast<double>(source.at(static_cast<size_t>(t % page_tokens * dim + i)));
+        };
+        double score = 0.0;
+        for (int i = 0; i < dim; ++i) score += q[i] * at(0, i);
+        const double weight = std::exp(score / std::sqrt(dim));
+        total += weight;
+        for (int i = 0; i < dim; ++i) want[static_cast<size_t>(i)] += weight * at(1, i);
+      }
+      for (double& value : want) value /= total;
+      CHECK(relative_l2(out.data() + row * stride + head * dim, want) < 1e-2);
+    }
+  }
+}
+
+// W in memory that ends with it.
+struct Weights {
+  Weights(int n, int k, DType dtype, int interleave) : bytes(packed_bytes(n, k, dtype)) {
+    linear.n = n;
+    linear.k = k;
+    linear.dtype = dtype;
+    linear.panels = bytes.data();
+    values = normal(static_cast<size_t>(n) * static_cast<size_t>(k));
+    const Source source{values.data(), kFloat32};
+    const int part = n / interleave;
+    for (int i = 0; i < interleave; ++i) {
+      const size_t first = static_cast<size_t>(i * part) * static_cast<size_t>(k);
+      pack_rows(linear, {values.data() + first, kFloat32}, 0, part, 0, interleave, i);
+    }
+  }
+
+  // x · row `row` of W as it was packed.
+  double dot(const float* x, int row) const {
+    double sum = 0.0;
+    for (int i = 0; i < linear.k; ++i) {
+      sum += static_cast<double>(x[i]) * values[static_cast<size_t>(row * linear.k + i)];
+    }
+    return sum;
+  }
+
+  std::vector<char> bytes;
+  std::vector<float> values;
+  Linear linear;
+};
+
+void linear_layers_of_all_sizes(const KernelTable& kernels, DType dtype) {
+  ThreadPool pool(cpus(3));
+  const int k = 70;
+  const DType type = kernels.activations[dtype];
+  const size_t in_stride = activation_stride(k);
+  for (const int n : {16, 33, 144}) {
+    const Weights plain(n, k, dtype, 1);
+    const size_t columns = static_cast<size_t>(round_up(n, kPanel));
+    for (const int m : {1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 65}) {
+      const size_t rows = static_cast<size_t>(m);
+      const std::vector<float> x = normal(rows * static_cast<size_t>(k));
+      std::vector<float> a(rows * in_stride), c(rows * columns);
+      for (size_t row = 0; row < rows; ++row) {
+        kernels.store[type](x.data() + row * k, k,
+                            reinterpret_cast<char*>(a.data()) +
+                                row * in_stride * element_bytes(type));
+      }
+      pool.run([&](int thread) {
+        run_linear(kernels, plain.linear, a.data(), in_stride, m, c.data(), columns, false, thread,
+                   pool.size());
+      });
+      for (size_t row = 0; row < rows; ++row) {
+        std::vector<double> want;
+        for (int j = 0; j < n; ++j) want.push_back(plain.dot(x.data() + row * k, j));
+        CHECK(relative_l2(c.data() + row * columns, want) < 2e-2);
+      }
+    }
+  }
+
+  const int inner = 80, m = 33;
+  const Weights gate_up(2 * inner, k, dtype, 2);
+  const std::vector<float> x = normal(static_cast<size_t>(m * k));
+  const size_t out_stride = activation_stride(inner);
+  std::vector<float> a(static_cast<size_t>(m) * in_stride);
+  std::vector<float> out(static_cast<size_t>(m) * out_stride);
+  std::vector<std::vector<float>> tiles(
+      3, std::vector<float>(static_cast<size_t>(m) * kSwigluPairs * 2 * kPanel));
+  for (int row = 0; row < m; ++row) {
+    kernels.store[type](x.data() + row * k, k,
+                        reinterpret_cast<char*>(a.data()) +
+                            static_cast<size_t>(row) * in_stride * element_bytes(type));
+  }
+  pool.run([&](int thread) {
+    run_swiglu(kernels, gate_up.linear, a.data(), in_stride, m, out.data(), out_stride,
+               tiles[static_cast<size_t>(thread)].data(), thread, pool.size());
+  });
+  const Source result{out.data(), type};
+  for (int row = 0; row < m; ++row) {
+    std::vector<float> got;
+    std::vector<double> want;
+    for (int j = 0; j < inner; ++j) {
+      const double gate = gate_up.dot(x.data() + row * k, j);
+      want.push_back(gate / (1.0 + std::exp(-gate)) * gate_up.dot(x.data() + row * k, inner + j));
+      got.push_back(result.at(static_cast<size_t>(row) * out_stride + static_cast<size_t>(j)));
+    }
+    CHECK(relative_l2(got.data(), want) < 3e-2);
+  }
+}
+
+void sampled_ids_are_valid() {
+  const int vocab = 1000;
+  Sampler sampler;
+  sampler.reserve(vocab);
+  const std::vector<float> logits = normal(vocab);
+  const std::vector<int32_t> banned{0, 7, 999};
+  for (int i = 0; i < 200; ++i) {
+    SamplingRow rules;
+    rules.temperature = i % 5 * 0.4;
+    rules.top_k = i % 3 * 20;
+    rules.top_p = i % 2 ? 0.9 : 1.0;
+    rules.min_p = i % 7 == 0 ? 0.05 : 0.0;
+    rules.seed = std::numeric_limits<uint64_t>::max() - static_cast<uint64_t>(i);
+    rules.position = i;
+    rules.banned = banned.data();
+    rules.num_banned = 3;
+    std::vector<float> scores = logits;
+    if (i % 11 == 0) scores[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
+    if (i % 50 == 49) scores.assign(vocab, -std::numeric_limits<float>::infinity());
+    const std::vector<float> again = scores;
+    const int32_t token = sampler.sample(scores.data(), vocab, rules);
+    CHECK(token >= 0 && token < vocab);
+    scores = again;
+    CHECK(sampler.sample(scores.data(), vocab, rules) == token);
+  }
+}
+
+// -- memory ---------------------------------------------------------------------------------------
+
+void an_arena_is_prepared_while_others_write_to_it() {
+  const size_t size = 3 * kHugePage + 12288;
+  const int descriptor = memfd_create("test", 0);
+  CHECK(descriptor >= 0 && ftruncate(descriptor, static_cast<off_t>(size)) == 0);
+  char* arena = map_shared(descriptor, size);
+  char* other = map_shared(descriptor, size);
+  CHECK(reinterpret_cast<uintptr_t>(arena) % kHugePage == 0);
+  std::thread writer([&] {
+    for (size_t i = 0; i < size; i += 64) other[i] = static_cast<char>(i / 64 % 100 + 1);
+  });
+  {
+    ThreadPool pool(cpus(3));
+    const std::string got = prepare_arena(pool, arena + 4096, size - 4096);
+    CHECK(got.find("pages") != std::string::npos);
+  }
+  writer.join();
+  for (size_t i = 0; i < size; i += 64) CHECK(arena[i] == static_cast<char>(i / 64 % 100 + 1));
+  unmap_shared(other, size);
+  unmap_shared(arena, size);
+  close(descriptor);
+
+  Mapping memory(1000);
+  CHECK(reinterpret_cast<uintptr_t>(memory.take(100)) % 64 == 0);
+  std::memset(memory.take(500), 1, 500);
+  CHECK(describe_pages(memory.data(), memory.used()).find("pages") != std::string::npos);
+}
+
+// -- all together ---------------------------------------------------------------------------------
+
+void load(Model& model, const ModelConfig& c, ThreadPool& pool) {
+  const auto put = [&](const char* name, int layer, std::vector<size_t> shape) {
+    size_t count = 1;
+    for (const size_t side : shape) count *= side;
+    std::vector<float> values = normal(count);
+    if (shape.size() == 2) {
+      for (float& value : values) value *= 0.2f;
+    }
+    model.load(name, layer, {values.data(), kFloat32}, shape, pool);
+  };
+  const size_t hidden = static_cast<size_t>(c.hidden_size);
+  const size_t inner = static_cast<size_t>(c.intermediate_size);
+  const size_t q = static_cast<size_t>(c.q_size()), kv = static_cast<size_t>(c.kv_size());
+  const size_t vocab = static_cast<size_t>(c.vocab_size);
+  put("embed_tokens", -1, {vocab, hidden});
+  put("lm_head", -1, {vocab, hidden});
+  put("norm", -1, {hidden});
+  for (int i = 0; i < c.num_layers; ++i) {
+    put("input_norm", i, {hidden});
+    put("post_norm", i, {hidden});
+    put("q_proj", i, {q, hidden});
+    put("k_proj", i, {kv, hidden});
+    put("v_proj", i, {kv, hidden});
+    put("o_proj", i, {hidden, q});
+    put("gate_proj", i, {inner, hidden});
+    put("up_proj", i, {inner, hidden});
+    put("down_proj", i, {hidden, inner});
+  }
+  CHECK(model.missing().empty());
+}
+
+// Decodes some tokens with several threads; with one thread they must be the same.
+void iterations_run(const KernelTable& kernels, DType dtype) {
+  ModelConfig c;
+  c.vocab_size = 200;
+  c.hidden_size = 48;
+  c.intermediate_size = 100;
+  c.num_layers = 2;
+  c.num_heads = 4;
+  c.num_kv_heads = 2;
+  c.head_dim = 16;
+  c.rms_norm_eps = 1e-5f;
+  c.inv_freq.assign(8, 0.1f);
+  c.dtype = dtype;
+  const int page_tokens = 16, rows = 5, steps = 3;
+  const CacheShape shape{c.num_layers, c.num_kv_heads, page_tokens, c.head_dim, c.dtype};
+  std::vector<std::vector<int32_t>> results;
+  for (const int threads : {1, 3}) {
+    generator.seed(3);
+    ThreadPool pool(cpus(threads));
+    Model model(c);
+    load(model, c, pool);
+    LayerProgram program(model, pool, kernels);
+    std::vector<char> arena(rows * shape.page_bytes());
+    std::vector<int32_t> tokens(rows, 1), pages{4, 2, 0, 1, 3}, all;
+    for (int step = 0; step < steps; ++step) {
+      std::vector<DecodeRow> batch(rows);
+      for (size_t i = 0; i < batch.size(); ++i) {
+        batch[i].token = tokens[i] + static_cast<int>(i);
+        batch[i].token %= c.vocab_size;
+        batch[i].position = step;
+        batch[i].pages = &pages[i];
+        batch[i].num_pages = 1;
+      }
+      std::vector<float> logits(static_cast<size_t>(rows * c.vocab_size));
+      program.run(batch, arena.data(), rows, page_tokens, tokens.data(), logits.data());
+      for (const float logit : logits) CHECK(std::isfinite(logit));
+      all.insert(all.end(), tokens.begin(), tokens.end());
+    }
+    results.push_back(all);
+  }
+  CHECK(results[0] == results[1]);
+}
+
+}  // namespace
+
+int main() {
+  pools_start_and_stop();
+  barriers_order_what_was_written();
+  parked_threads_wake_up();
+  callers_take_turns();
+  for (const KernelTable* kernels : all_kernels()) {
+    std::printf("%s\n", kernels->name);
+    for (const DType dtype : {kFloat32, kBFloat16}) {
+      attention_is_whole_after_a_split(*kernels, dtype);
+      linear_layers_of_all_sizes(*kernels, dtype);
+      iterations_run(*kernels, dtype);
+    }
+  }
+  sampled_ids_are_valid();
+  an_arena_is_prepared_while_others_write_to_it();
+  std::printf("all passed\n");
+}
