@@ -20,12 +20,6 @@ void attention_bf16(const AttentionArgs* args);
 
 }  // namespace avx512
 
-namespace avx512_bf16 {
-
-void attention_bf16(const AttentionArgs* args);
-
-}  // namespace avx512_bf16
-
 namespace {
 
 inline __mmask16 first16(int n) { return static_cast<__mmask16>((1u << n) - 1); }

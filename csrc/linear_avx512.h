@@ -42,7 +42,8 @@ struct Block {
 };
 
 // c[R][16 * N] of one block. The hardware's prefetcher does not keep ahead of the arithmetic: it
-// stops at the end of each 4 KiB. Reaching past the last panel is harmless, a prefetch never faults.
+// stops at the end of each 4 KiB. Reaching past the last panel is harmless: a prefetch never
+// faults.
 template <class P, int R, int N>
 void linear_block(const Block* block) {
   typedef typename P::Activation Activation;

@@ -137,26 +137,29 @@ def test_greedy_tokens_are_those_of_transformers(oracle, isa, threads):
 
 
 @pytest.mark.parametrize("isa", _native.supported_isas())
-def test_bfloat16_logits_are_much_nearer_to_float32_than_those_of_transformers(oracle, isa):
+def test_bfloat16_logits_are_within_one_percent(oracle, isa):
     text = [(17 * i + 3) % 211 for i in range(40)]
     with torch.no_grad():
+        # Weights as training starts with, and soft attention: a network that magnifies whatever is
+        # rounded would say nothing about the engine.
         for name, value in oracle.named_parameters():
+            if value.ndim == 2 and "embed" not in name:
+                value.div_(1.5)
             if "q_proj" in name:
-                value.mul_(0.25)  # softer attention: a sharp one would magnify the rounding of K
+                value.mul_(0.5)
     model, arena = build(oracle, dtype="bfloat16", isa=isa)
     with torch.no_grad():
         for value in oracle.parameters():
             if value.ndim == 2:  # what the engine stores in bfloat16
                 value.copy_(value.bfloat16().float())
         want = oracle(torch.tensor([text])).logits[0].numpy()
-        rounded = oracle.bfloat16()(torch.tensor([text])).logits[0].float().numpy()
     got = np.concatenate(
         [
             model.decode([row(t, i, [4, 9, 2])], arena, PAGE_TOKENS, return_logits=True).logits
             for i, t in enumerate(text)
         ]
     )
-    assert np.linalg.norm(got - want) < 0.6 * np.linalg.norm(rounded - want)
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
 
 
 @pytest.fixture

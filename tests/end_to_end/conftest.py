@@ -168,6 +168,8 @@ class Checkpoint:
     source: ModelSource
     prompts: list[list[int]]
     answers: list[list[int]]
+    chat: list[int] = field(default_factory=list)
+    chat_logits: Any = None  # [len(chat), vocab_size], of the weights rounded to bfloat16
 
 
 @pytest.fixture(scope="session")
@@ -179,7 +181,16 @@ def smollm2() -> Checkpoint:
     )
     # "What is the capital of France?" and "Once upon a time", in SmolLM2's vocabulary.
     prompts = [[1780, 314, 260, 3575, 282, 4649, 47], [7900, 2402, 253, 655]]
-    return Checkpoint(source, prompts, [greedy(model, prompt, STEPS) for prompt in prompts])
+    answers = [greedy(model, prompt, STEPS) for prompt in prompts]
+    # The default system prompt and the beginning of a question, in the chat template.
+    chat = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411]
+    chat += [407, 19712, 8182, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2]
+    with torch.inference_mode():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                weight.copy_(weight.bfloat16().float())
+        logits = model(torch.tensor([chat])).logits[0].numpy()
+    return Checkpoint(source, prompts, answers, chat, logits)
 
 
 @pytest.fixture(scope="session", params=["smollm2", "group1", "group3", "group4", "group8"])

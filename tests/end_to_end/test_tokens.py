@@ -6,11 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from dualpace.core.plan import Tier
+from dualpace.core.plan import BatchRow, Tier
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
+from dualpace.cpu import _native
+from dualpace.cpu.model import CpuModel
+from dualpace.models.spec import load_spec
+from dualpace.models.weights import iter_weights
 from dualpace.policy.chunks import prefill_budget, prefill_chunks
 from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView
 
@@ -134,3 +139,18 @@ def test_min_tokens_holds_stop_ids_back_on_either_engine(
         )
         assert len(held.tokens["r0"]) >= 20
         assert stop_id not in held.tokens["r0"][:20]
+
+
+@pytest.mark.parametrize("isa", [*_native.supported_isas(), "amx_emulated"])
+def test_bfloat16_logits_of_the_real_model_stay_within_one_percent(smollm2: Any, isa: str) -> None:
+    """Of transformers in fp32 with the same weights, over all positions of a chat prompt."""
+    spec = load_spec(smollm2.source)
+    weights = iter_weights(smollm2.source, spec, "bfloat16")
+    model = CpuModel(spec, weights, dtype="bfloat16", cores=(0,), isa=isa)
+    arena = bytearray(spec.page_bytes(32, 2))
+    logits = []
+    for position, token in enumerate(smollm2.chat):
+        row = BatchRow("chat", [token], position, [0], "host", True, DecodeParams())
+        logits.append(model.decode([row], arena, 32, return_logits=True).logits[0])
+    error = np.array(logits) - smollm2.chat_logits
+    assert np.linalg.norm(error) < 0.01 * np.linalg.norm(smollm2.chat_logits)
