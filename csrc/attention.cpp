@@ -10,6 +10,7 @@ namespace dualpace {
 namespace {
 
 constexpr int64_t kUnitCost = 32;    // what a unit costs beyond its tokens, in tokens
+constexpr int kPartsPerThread = 4;  // so that a slow thread holds the others up by little
 constexpr int64_t kMinSplit = 128;   // shorter pieces cost more than they balance
 constexpr size_t kLine = 16;         // floats in a cache line
 
@@ -42,6 +43,7 @@ size_t CacheShape::offset(int layer, int which, int kv_head) const {
 
 void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int page_tokens,
                           int threads) {
+  const int parts = threads == 1 ? 1 : threads * kPartsPerThread;
   heads_ = heads;
   tasks_.clear();
   merges_.clear();
@@ -54,10 +56,10 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
     left += (position + 1 + kUnitCost) * heads.num_kv_heads;
   }
   const int64_t min_split = std::max<int64_t>(kMinSplit, page_tokens);
-  int64_t room = (left + threads - 1) / threads;  // of the thread that is being filled
-  const auto next_thread = [&] {
+  int64_t room = (left + parts - 1) / parts;  // of the part that is being filled
+  const auto next_part = [&] {
     bounds_.push_back(tasks_.size());
-    const int64_t remaining = threads - static_cast<int64_t>(bounds_.size()) + 1;
+    const int64_t remaining = parts - static_cast<int64_t>(bounds_.size()) + 1;
     room = remaining > 0 ? (left + remaining - 1) / remaining : 0;
   };
 
@@ -67,14 +69,14 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
       const int first_piece = num_pieces_;
       bool cut = false;
       for (int64_t begin = 0; begin < length;) {
-        const bool last_thread = static_cast<int>(bounds_.size()) == threads;
+        const bool last_part = static_cast<int>(bounds_.size()) == parts;
         int64_t end = length;
-        if (!last_thread && length - begin + kUnitCost > room) {
+        if (!last_part && length - begin + kUnitCost > room) {
           const int64_t fits = std::max<int64_t>(room - kUnitCost, 0) / page_tokens * page_tokens;
           if (fits >= min_split && length - begin - fits >= min_split) {
             end = begin + fits;
           } else if (2 * room < length - begin + kUnitCost) {
-            next_thread();  // better in whole, or cut differently, by the next one
+            next_part();  // better in whole, or cut differently, by the next one
             continue;
           }
         }
@@ -84,12 +86,12 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
         left -= begin == 0 ? cost : cost - kUnitCost;
         room -= cost;
         begin = end;
-        if (!last_thread && room <= 0) next_thread();
+        if (!last_part && room <= 0) next_part();
       }
       if (cut) merges_.push_back({row, head, first_piece, num_pieces_ - first_piece});
     }
   }
-  while (static_cast<int>(bounds_.size()) <= threads) bounds_.push_back(tasks_.size());
+  while (static_cast<int>(bounds_.size()) <= parts) bounds_.push_back(tasks_.size());
 
   const size_t group = static_cast<size_t>(heads.group);
   partial_.resize(static_cast<size_t>(num_pieces_) * group *
@@ -103,7 +105,19 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
 
 void AttentionPlan::attend(const KernelTable& kernels, const CacheShape& shape, const char* arena,
                            int layer, const CacheRows& rows, const float* query, size_t ldq,
-                           const AttentionOut& out, int thread) {
+                           const AttentionOut& out, int thread, ThreadPool& pool) {
+  const int parts = static_cast<int>(bounds_.size()) - 1;
+  for (Range mine; !(mine = pool.take(parts, 1)).empty();) {
+    const size_t first = bounds_[static_cast<size_t>(mine.begin)];
+    const size_t last = bounds_[static_cast<size_t>(mine.end)];
+    attend_tasks(kernels, shape, arena, layer, rows, query, ldq, out, thread, first, last);
+  }
+}
+
+void AttentionPlan::attend_tasks(const KernelTable& kernels, const CacheShape& shape,
+                                 const char* arena, int layer, const CacheRows& rows,
+                                 const float* query, size_t ldq, const AttentionOut& out,
+                                 int thread, size_t first, size_t last) {
   const size_t unit = static_cast<size_t>(heads_.group) * static_cast<size_t>(heads_.head_dim);
   AttentionArgs args;
   args.page_stride = shape.page_bytes();
@@ -112,8 +126,6 @@ void AttentionPlan::attend(const KernelTable& kernels, const CacheShape& shape, 
   args.group = heads_.group;
   args.scale = 1.0f / std::sqrt(static_cast<float>(heads_.head_dim));
   args.scratch = scratch_base_ + scratch_stride_ * static_cast<size_t>(thread);
-  const size_t first = bounds_[static_cast<size_t>(thread)];
-  const size_t last = bounds_[static_cast<size_t>(thread) + 1];
   for (size_t i = first; i < last; ++i) {
     const Task& task = tasks_[i];
     const size_t row = static_cast<size_t>(task.row), head = static_cast<size_t>(task.kv_head);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "thread_pool.h"
 
 namespace dualpace {
 
@@ -45,16 +46,17 @@ struct AttentionOut {
 
 class AttentionPlan {
  public:
-  // Shares the batch's work out evenly over `threads`, cutting long contexts at page boundaries,
-  // and reserves scratch memory. Cost of a unit: its tokens and a constant.
+  // Shares the batch's work out evenly over several parts per thread, cutting long contexts at page
+  // boundaries, and reserves scratch memory. Cost of a unit: its tokens and a constant.
   void build(const CacheRows& rows, const HeadShape& heads, int page_tokens, int threads);
 
   bool has_splits() const { return !merges_.empty(); }
 
-  // One thread's share of one layer. query: rows of [kv_head][group][head_dim], `ldq` floats apart.
+  // Attention of one layer, its parts shared among the threads of `pool`, all of which call it
+  // between two barriers. query: rows of [kv_head][group][head_dim], `ldq` floats apart.
   void attend(const KernelTable& kernels, const CacheShape& shape, const char* arena, int layer,
               const CacheRows& rows, const float* query, size_t ldq, const AttentionOut& out,
-              int thread);
+              int thread, ThreadPool& pool);
 
   // Joins the pieces of cut units; after a barrier, and only needed if has_splits().
   void merge(const KernelTable& kernels, const AttentionOut& out, int thread, int threads);
@@ -65,6 +67,11 @@ class AttentionPlan {
     int64_t begin, end;
     int piece;  // place among the partial results, or -1 for a whole unit
   };
+  // Tasks [first, last), whose K and V are fetched one task ahead.
+  void attend_tasks(const KernelTable& kernels, const CacheShape& shape, const char* arena,
+                    int layer, const CacheRows& rows, const float* query, size_t ldq,
+                    const AttentionOut& out, int thread, size_t first, size_t last);
+
   // This thread's result of one unit, on its way to AttentionOut; behind the kernels' scratch.
   float* result(int thread) const;
   void put(const KernelTable& kernels, const AttentionOut& out, int row, int kv_head,
@@ -77,7 +84,7 @@ class AttentionPlan {
 
   HeadShape heads_;
   std::vector<Task> tasks_;
-  std::vector<size_t> bounds_;  // thread t has tasks bounds_[t] … bounds_[t + 1] - 1
+  std::vector<size_t> bounds_;  // part p has tasks bounds_[p] … bounds_[p + 1] - 1
   std::vector<Merge> merges_;
   int num_pieces_ = 0;
   std::vector<float> partial_;  // [piece][group][head_dim + 2]: sums, maximum, denominator

@@ -80,7 +80,7 @@ void linear(Engine& engine, const In<float, 2>& x, const AnyIn& weight,
       pack_rows(layer, source, mine.begin, mine.end, 0, 1, 0);
       engine.pool().barrier();
       run_linear(engine.kernels(), layer, a.data(), stride, static_cast<int>(m), c.data(), columns,
-                 false, thread, engine.pool().size());
+                 false, engine.pool());
     });
   }
   for (size_t i = 0; i < m; ++i) std::copy_n(c.data() + i * columns, n, out.data() + i * n);
@@ -137,7 +137,7 @@ void attention(Engine& engine, const In<float, 3>& query, nb::handle arena,
   const AttentionOut to{out.data(), stride, kFloat32};
   engine.pool().run([&](int thread) {
     plan.attend(engine.kernels(), shape, memory.data(), layer, rows, query.data(), stride, to,
-                thread);
+                thread, engine.pool());
     engine.pool().barrier();
     plan.merge(engine.kernels(), to, thread, engine.pool().size());
   });

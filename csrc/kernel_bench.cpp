@@ -16,6 +16,7 @@ namespace dualpace {
 namespace {
 
 constexpr size_t kReadBlock = 4096;
+constexpr size_t kReadChunk = size_t{2} << 20;  // what a thread takes at a time
 
 // `body(thread)` on all threads, between two barriers.
 template <class Body>
@@ -117,10 +118,13 @@ void fill_bfloat16(ThreadPool& pool, char* base, size_t bytes, bool wide) {
 
 double time_read(ThreadPool& pool, const char* base, size_t bytes) {
   const Reader reader = widest_reader();
+  const int chunks = static_cast<int>((bytes + kReadChunk - 1) / kReadChunk);
   std::atomic<uint64_t> sink{0};
-  return timed(pool, [&](int thread) {
-    const auto [first, last] = block_share(bytes, thread, pool.size());
-    sink += reader(base + first * kReadBlock, last - first);
+  return timed(pool, [&](int) {
+    for (Range mine; !(mine = pool.take(chunks, 1)).empty();) {
+      const size_t first = static_cast<size_t>(mine.begin) * kReadChunk;
+      sink += reader(base + first, std::min(kReadChunk, bytes - first) / kReadBlock);
+    }
   });
 }
 
@@ -169,7 +173,7 @@ LinearBench::LinearBench(Engine& engine, int n, int k, bool swiglu)
       activation_(engine.kernels().activations[kBFloat16]),
       in_stride_(activation_stride(k)),
       out_stride_(swiglu ? activation_stride(n / 2)
-                         : static_cast<size_t>(round_up(n, kPanel))) {}
+                         : output_stride(n)) {}
 
 Linear LinearBench::layer(char* weights) const {
   return {weights, nullptr, n_, k_, kBFloat16};
@@ -186,20 +190,19 @@ void LinearBench::set_input(const float* x, int m) {
                                              row * in_stride_ * element_bytes(activation_));
   }
   tiles_.assign(static_cast<size_t>(engine_.pool().size()),
-                std::vector<float>(swiglu_ ? rows * kSwigluPairs * 2 * kPanel : 0));
+                HugeFloats(swiglu_ ? rows * kSwigluPairs * 2 * kPanel : 0));
 }
 
 double LinearBench::run(char* weights) {
   const Linear linear = layer(weights);
   const KernelTable& kernels = engine_.kernels();
-  const int threads = engine_.pool().size();
   return timed(engine_.pool(), [&](int thread) {
     if (swiglu_) {
       run_swiglu(kernels, linear, in_.data(), in_stride_, m_, out_.data(), out_stride_,
-                 tiles_[static_cast<size_t>(thread)].data(), thread, threads);
+                 tiles_[static_cast<size_t>(thread)].data(), engine_.pool());
     } else {
       run_linear(kernels, linear, in_.data(), in_stride_, m_, out_.data(), out_stride_, false,
-                 thread, threads);
+                 engine_.pool());
     }
   });
 }
@@ -237,7 +240,7 @@ double AttentionBench::run(const char* arena, int layer) {
   const KernelTable& kernels = engine_.kernels();
   const AttentionOut out{out_.data(), stride_, kFloat32};
   return timed(pool, [&](int thread) {
-    plan_.attend(kernels, shape_, arena, layer, rows_, query_.data(), stride_, out, thread);
+    plan_.attend(kernels, shape_, arena, layer, rows_, query_.data(), stride_, out, thread, pool);
     if (plan_.has_splits()) {
       pool.barrier();
       plan_.merge(kernels, out, thread, pool.size());

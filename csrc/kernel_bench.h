@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "engine.h"
+#include "memory.h"
 #include "linear.h"
 
 namespace dualpace {
@@ -49,8 +50,8 @@ class LinearBench {
   bool swiglu_;
   DType activation_;
   size_t in_stride_, out_stride_;
-  std::vector<float> in_, out_;  // of the activation type, but the plain layer's output is float
-  std::vector<std::vector<float>> tiles_;
+  HugeFloats in_, out_;  // of the activation type, but the plain layer's output is float
+  std::vector<HugeFloats> tiles_;
 };
 
 // Paged attention of one batch over the layers of an arena.

@@ -53,10 +53,10 @@ void LayerProgram::reserve(int num_rows) {
   const DType activation = kernels_.activations[c.dtype];
   // Twice the rows: where activations are bfloat16, queries and keys get them in two parts.
   normed_.resize(2 * num_rows, activation_stride(c.hidden_size), activation);
-  qkv_.resize(2 * num_rows, padded(c.q_size() + 2 * c.kv_size()));
+  qkv_.resize(2 * num_rows, output_stride(c.q_size() + 2 * c.kv_size()));
   attended_.resize(num_rows, activation_stride(c.q_size()), activation);
   hidden_.resize(num_rows, activation_stride(c.intermediate_size), activation);
-  logits_.resize(num_rows, padded(c.vocab_size));
+  logits_.resize(num_rows, output_stride(c.vocab_size));
   cosine_.resize(num_rows, padded(c.head_dim / 2));
   sine_.resize(num_rows, padded(c.head_dim / 2));
   tiles_.resize(static_cast<size_t>(pool_.size()));
@@ -111,7 +111,7 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
   const auto linear = [&](const Linear& weights, Rows& in, Rows& out, bool accumulate,
                           int count) {
     run_linear(kernels_, weights, in.data(), in.stride, count, out.row(0), out.stride, accumulate,
-               thread, threads);
+               pool_);
     pool_.barrier();
   };
 
@@ -139,7 +139,7 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
     });
     pool_.barrier();
     plan_.attend(kernels_, cache_, arena, index, cache_rows_, qkv_.row(0), qkv_.stride, attended,
-                 thread);
+                 thread, pool_);
     pool_.barrier();
     if (plan_.has_splits()) {
       plan_.merge(kernels_, attended, thread, threads);
@@ -148,14 +148,15 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
     linear(layer.o, attended_, residual_, true, m);
     norm(layer.post_norm, false);
     run_swiglu(kernels_, layer.gate_up, normed_.data(), normed_.stride, m, hidden_.data(),
-               hidden_.stride, tile, thread, threads);
+               hidden_.stride, tile, pool_);
     pool_.barrier();
     linear(layer.down, hidden_, residual_, true, m);
   }
   norm(model_.norm(), false);
   linear(model_.head(), normed_, logits_, false, m);
 
-  each_row([&](int row) {
+  for (Range mine; !(mine = pool_.take(m, 1)).empty();) {
+    const int row = mine.begin;
     float* scores = logits_.row(row);
     if (logits) {
       const size_t vocab = static_cast<size_t>(c.vocab_size);
@@ -163,7 +164,7 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
     }
     next_tokens[row] = samplers_[static_cast<size_t>(thread)].sample(
         scores, c.vocab_size, rows[static_cast<size_t>(row)].sampling);
-  });
+  }
 }
 
 // Normalises and rotates a row's query and key heads, and writes its K and V to their page.

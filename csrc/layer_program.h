@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "memory.h"
 #include "model.h"
 #include "sampler.h"
 #include "thread_pool.h"
@@ -54,7 +55,7 @@ class LayerProgram {
 
   // Activations, one row per token. What lies behind the features of a row stays zero.
   struct Rows {
-    std::vector<float> values;
+    HugeFloats values;
     DType dtype = kFloat32;
     size_t stride = 0;  // in elements of `dtype`
     void resize(int count, size_t row_stride, DType element = kFloat32);
@@ -64,7 +65,7 @@ class LayerProgram {
   };
   // normed_, attended_ and hidden_ go into linear layers, in the type that the kernels take.
   Rows residual_, normed_, qkv_, attended_, hidden_, logits_, cosine_, sine_;
-  std::vector<std::vector<float>> tiles_;  // per thread: a normed row, or gate and up columns
+  std::vector<HugeFloats> tiles_;  // per thread: a normed row, or gate and up columns
   int capacity_ = 0;
 };
 

@@ -13,6 +13,17 @@ float widen(uint16_t bits) {
   return x;
 }
 
+constexpr int kLinearPanels = 8;   // what a kernel call should have at least, where there are enough
+constexpr int kChunksPerThread = 6;  // so that a slow thread holds the others up by little
+
+// Items that a thread takes at a time: a multiple of `unit`, unless that leaves threads idle.
+int chunk_of(int count, int threads, int unit) {
+  if (threads == 1) return count;
+  const int fair = count / (threads * kChunksPerThread);
+  if (fair >= unit) return fair / unit * unit;
+  return std::max(2, std::min(unit, count / threads / 2 * 2));
+}
+
 // Index of element (column of its panel, k) inside a panel.
 size_t panel_index(DType dtype, int column, int k) {
   return dtype == kBFloat16 ? static_cast<size_t>(k / 2) * 2 * kPanel + column * 2 + k % 2
@@ -64,37 +75,41 @@ Range share(int count, int part, int parts) {
 }
 
 void run_linear(const KernelTable& kernels, const Linear& linear, const void* a, size_t lda, int m,
-                float* c, size_t ldc, bool accumulate, int part, int parts) {
-  const Range mine = share(linear.num_panels(), part, parts);
-  if (mine.begin == mine.end) return;
-  const int column = mine.begin * kPanel;
-  const LinearArgs args{a,
-                        lda,
-                        m,
-                        linear.k,
-                        linear.panel(mine.begin),
-                        mine.end - mine.begin,
-                        linear.bias ? linear.bias + column : nullptr,
-                        c + column,
-                        ldc,
-                        accumulate};
-  kernels.linear[linear.dtype](&args);
+                float* c, size_t ldc, bool accumulate, ThreadPool& pool) {
+  const int chunk = chunk_of(linear.num_panels(), pool.size(), kLinearPanels);
+  for (Range mine; !(mine = pool.take(linear.num_panels(), chunk)).empty();) {
+    const int column = mine.begin * kPanel;
+    const LinearArgs args{a,
+                          lda,
+                          m,
+                          linear.k,
+                          linear.panel(mine.begin),
+                          mine.end - mine.begin,
+                          linear.bias ? linear.bias + column : nullptr,
+                          c + column,
+                          ldc,
+                          accumulate};
+    kernels.linear[linear.dtype](&args);
+  }
 }
 
 void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const void* a, size_t lda,
-                int m, void* out, size_t ldo, float* tile, int part, int parts) {
-  const Range mine = share(gate_up.num_panels() / 2, part, parts);
+                int m, void* out, size_t ldo, float* tile, ThreadPool& pool) {
   const DType type = kernels.activations[gate_up.dtype];
-  for (int pair = mine.begin; pair < mine.end; pair += kSwigluPairs) {
-    const int pairs = std::min(kSwigluPairs, mine.end - pair);
-    const size_t width = static_cast<size_t>(pairs) * 2 * kPanel;
-    const LinearArgs args{a,         lda,     m,    gate_up.k, gate_up.panel(2 * pair),
-                          2 * pairs, nullptr, tile, width,     false};
-    kernels.linear[gate_up.dtype](&args);
-    for (int i = 0; i < pairs; ++i) {
-      const size_t column = static_cast<size_t>(pair + i) * kPanel;
-      kernels.swiglu[type](tile + i * 2 * kPanel, width, m,
-                           static_cast<char*>(out) + column * element_bytes(type), ldo);
+  const int num_pairs = gate_up.num_panels() / 2;
+  const int chunk = chunk_of(num_pairs, pool.size(), kSwigluPairs);
+  for (Range mine; !(mine = pool.take(num_pairs, chunk)).empty();) {
+    for (int pair = mine.begin; pair < mine.end; pair += kSwigluPairs) {
+      const int pairs = std::min(kSwigluPairs, mine.end - pair);
+      const size_t width = static_cast<size_t>(pairs) * 2 * kPanel;
+      const LinearArgs args{a,         lda,     m,    gate_up.k, gate_up.panel(2 * pair),
+                            2 * pairs, nullptr, tile, width,     false};
+      kernels.linear[gate_up.dtype](&args);
+      for (int i = 0; i < pairs; ++i) {
+        const size_t column = static_cast<size_t>(pair + i) * kPanel;
+        kernels.swiglu[type](tile + i * 2 * kPanel, width, m,
+                             static_cast<char*>(out) + column * element_bytes(type), ldo);
+      }
     }
   }
 }

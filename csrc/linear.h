@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "thread_pool.h"
 
 namespace dualpace {
 
@@ -27,6 +28,12 @@ constexpr size_t packed_bytes(int n, int k, DType dtype) {
 constexpr size_t activation_stride(int k) {
   const int padded = round_up(k, kAlignK);
   return static_cast<size_t>(padded % 256 == 0 ? padded + kAlignK : padded);
+}
+
+// Row stride, in floats, of the sums of a layer with `n` columns.
+constexpr size_t output_stride(int n) {
+  const int padded = round_up(n, kPanel);
+  return static_cast<size_t>(padded % 256 == 0 ? padded + kPanel : padded);
 }
 
 // A packed W[n][k], with optional bias[round_up(n, kPanel)].
@@ -60,23 +67,21 @@ void pack_rows(const Linear& linear, const Source& source, int first, int last, 
 // out[k] = row `row` of the packed weights, widened.
 void unpack_row(const Linear& linear, int row, float* out);
 
-// The part [begin, end) of `count` items that falls to `part` of `parts`.
-struct Range {
-  int begin, end;
-};
+// The part of `count` items that falls to `part` of `parts`.
 Range share(int count, int part, int parts);
 
-// c[m][n] = a[m][k] · Wᵀ (+ bias) (+ c): the columns of one thread. `a` is of the kernels'
-// activation type; rows of c are at least round_up(n, kPanel) apart.
+// c[m][n] = a[m][k] · Wᵀ (+ bias) (+ c), the columns shared among the threads of `pool`, all of
+// which call it between two barriers. `a` is of the kernels' activation type; rows of c are at
+// least round_up(n, kPanel) apart.
 void run_linear(const KernelTable& kernels, const Linear& linear, const void* a, size_t lda, int m,
-                float* c, size_t ldc, bool accumulate, int part, int parts);
+                float* c, size_t ldc, bool accumulate, ThreadPool& pool);
 
 // Gate and up panels that one call of run_swiglu computes before it combines them.
 constexpr int kSwigluPairs = 4;
 
 // out[m][n/2] = silu(gate) * up, of the kernels' activation type, for interleaved gate and up
-// weights. `tile` holds m * kSwigluPairs * 2 * 16 floats.
+// weights. `tile`, the thread's own, holds m * kSwigluPairs * 2 * 16 floats. Shared as above.
 void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const void* a, size_t lda,
-                int m, void* out, size_t ldo, float* tile, int part, int parts);
+                int m, void* out, size_t ldo, float* tile, ThreadPool& pool);
 
 }  // namespace dualpace

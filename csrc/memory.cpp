@@ -9,6 +9,7 @@
 #include <cinttypes>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <new>
 #include <stdexcept>
@@ -59,6 +60,17 @@ std::string percent_text(double share) {
 }
 
 }  // namespace
+
+void* allocate_huge(size_t bytes) {
+  const size_t unit = bytes < kHugePage / 2 ? 64 : kHugePage;
+  const size_t size = (bytes + unit - 1) / unit * unit;
+  void* memory = std::aligned_alloc(unit, std::max(size, unit));
+  if (memory == nullptr) throw std::bad_alloc();
+  if (unit == kHugePage) madvise(memory, size, MADV_HUGEPAGE);
+  return memory;
+}
+
+void free_huge(void* memory) { std::free(memory); }
 
 Mapping::Mapping(size_t bytes) : size_(round_to(std::max<size_t>(bytes, 1), kHugePage)) {
   base_ = reserve_aligned(size_);

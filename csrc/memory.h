@@ -6,12 +6,16 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
 #include "thread_pool.h"
 
 namespace dualpace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
+
+void* allocate_huge(size_t bytes);  // throws std::bad_alloc
+void free_huge(void* memory);
 
 // One private mapping at a multiple of 2 MiB, huge pages asked for, zero at first.
 class Mapping {
@@ -32,6 +36,22 @@ class Mapping {
   size_t size_ = 0;
   size_t used_ = 0;
 };
+
+// For std::vector: zeroed or not as the vector does it, at a cache line, and from half a huge page on
+// in huge pages. Rows of activations lie kilobytes apart, each in a small page of its own: a tile of
+// 16 of them would ask for 16 translations.
+template <class T>
+struct HugeAllocator {
+  using value_type = T;
+  HugeAllocator() = default;
+  template <class U>
+  HugeAllocator(const HugeAllocator<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(allocate_huge(count * sizeof(T))); }
+  void deallocate(T* memory, size_t) { free_huge(memory); }
+  bool operator==(const HugeAllocator&) const { return true; }
+};
+
+using HugeFloats = std::vector<float, HugeAllocator<float>>;
 
 // Maps the first `bytes` of a shared memory file, readable and writable, at a multiple of 2 MiB:
 // elsewhere it could not have huge pages. Throws std::system_error.

@@ -136,11 +136,16 @@ void ThreadPool::run_erased(Entry entry, const void* context) {
   barrier();
 }
 
+Range ThreadPool::take(int count, int chunk) {
+  const int begin = taken_.fetch_add(chunk, std::memory_order_relaxed);
+  return {begin, begin < count - chunk ? begin + chunk : count};
+}
+
 void ThreadPool::barrier() {
-  if (size() == 1) return;
   const uint32_t seen = passed_.value();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
     arrived_.store(0, std::memory_order_relaxed);
+    taken_.store(0, std::memory_order_relaxed);
     passed_.advance();
   } else {
     passed_.wait_past(seen, kBarrierSpinUs);

@@ -13,6 +13,12 @@
 
 namespace dualpace {
 
+// Items [begin, end) of a list.
+struct Range {
+  int begin, end;
+  bool empty() const { return begin >= end; }
+};
+
 // A 32-bit word that threads wait on until it changes.
 class alignas(64) Signal {
  public:
@@ -53,6 +59,11 @@ class ThreadPool {
   // is visible to all after.
   void barrier();
 
+  // Part [begin, end) of a list of `count` items that all threads share, `chunk` at a time: every
+  // item goes to exactly one thread, whoever comes first, and an empty part ends a thread's work.
+  // One list between two barriers. Cores are not equally fast: other machines run on them too.
+  Range take(int count, int chunk);
+
  private:
   using Entry = void (*)(const void* context, int thread);
 
@@ -68,6 +79,7 @@ class ThreadPool {
   Signal start_;
   Signal passed_;
   alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> taken_{0};  // of the list; 0 again after each barrier
 };
 
 }  // namespace dualpace

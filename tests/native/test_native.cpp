@@ -164,7 +164,7 @@ void attention_is_whole_after_a_split(const KernelTable& kernels, DType dtype) {
   CHECK(plan.has_splits());
   const AttentionOut to{out.data(), stride, kFloat32};
   pool.run([&](int thread) {
-    plan.attend(kernels, shape, arena.data(), 1, rows, query.data(), stride, to, thread);
+    plan.attend(kernels, shape, arena.data(), 1, rows, query.data(), stride, to, thread, pool);
     pool.barrier();
     plan.merge(kernels, to, thread, threads);
   });
@@ -242,8 +242,7 @@ void linear_layers_of_all_sizes(const KernelTable& kernels, DType dtype) {
                                 row * in_stride * element_bytes(type));
       }
       pool.run([&](int thread) {
-        run_linear(kernels, plain.linear, a.data(), in_stride, m, c.data(), columns, false, thread,
-                   pool.size());
+        run_linear(kernels, plain.linear, a.data(), in_stride, m, c.data(), columns, false, pool);
       });
       for (size_t row = 0; row < rows; ++row) {
         std::vector<double> want;
