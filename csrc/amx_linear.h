@@ -21,10 +21,11 @@ constexpr int kTileBytes = kTileRows * kStepBytes;  // weights of 32 k x 16 colu
 // access takes.
 constexpr int kAheadSteps = 8;
 // Beyond, panels are taken in groups and k in blocks: the weights of a block stay in the
-// second-level cache while the row blocks pass by, and 32 rows of activations in the first-level
-// cache while the panels of the group pass by. Small enough for two threads that share a core.
-constexpr int kGroupPanels = 8;
-constexpr int kBlockSteps = 16;
+// second-level cache while the row blocks pass by, and so do 32 rows of activations while the panels
+// of the group pass by. Small enough for two threads that share a core's caches; measured beside 8,
+// 16 and 128 steps and groups of 8 and 16, which differ by little.
+constexpr int kGroupPanels = 4;
+constexpr int kBlockSteps = 32;
 
 struct TileBlock {
   const char* a;  // first row, at the k of the block

@@ -49,6 +49,8 @@ from dualpace.supervisor import Launch, Supervisor
 logger = logging.getLogger(__name__)
 
 ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
+# Long steps hold decodes up: the stand-in needs a second for what a GPU does in 50 ms.
+BATCHED_TOKENS: dict[Device, int] = {"cuda": 2048, "cpu": 512}
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
 
@@ -112,7 +114,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         policy=options.policy,
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_batched_tokens=options.max_num_batched_tokens or BATCHED_TOKENS[device],
         page_tokens=options.page_tokens,
         page_bytes=page_bytes,
         gpu_pages=gpu_pages,

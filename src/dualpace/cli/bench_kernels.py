@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dualpace.cli.errors import explained
 from dualpace.core.config import format_size
-from dualpace.core.errors import ConfigError, DualPaceError
+from dualpace.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dualpace.cpu.kernel_bench import KernelReport
@@ -49,16 +49,10 @@ def kernels(
     Nothing else should run meanwhile: it would take bandwidth from one side of a comparison.
     """
     errors = Console(stderr=True)
-    try:
+    with explained(code=2):
         if json_file and not json_file.parent.is_dir():
             raise ConfigError(f"cannot write {json_file}: {json_file.parent} is not a folder")
         report = _measure(errors, cpu_cores, cpu_isa, quick, torch)
-    except DualPaceError as error:
-        errors.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        errors.print("[yellow]stopped[/yellow]")
-        raise typer.Exit(130) from None
     from dualpace.bench.hardware import describe_machine
 
     line = json.dumps({"hardware": describe_machine(), **msgspec.to_builtins(report)})

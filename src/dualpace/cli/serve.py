@@ -61,8 +61,9 @@ def serve(
         int, typer.Option(help="Most requests in one step of an engine.")
     ] = DEFAULTS["max_num_seqs"],
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Most tokens in one step of the GPU engine.")
-    ] = DEFAULTS["max_num_batched_tokens"],
+        int | None,
+        typer.Option(help="Most tokens in one GPU step. Default: 2048, 512 on the stand-in."),
+    ] = None,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of the GPU's memory to use.")
     ] = DEFAULTS["gpu_memory_utilization"],

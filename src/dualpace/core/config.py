@@ -34,7 +34,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     gpu_kv_tokens: int | None = None
     host_kv_size: str = "auto"

@@ -24,7 +24,7 @@ def replay(
     hardware: Hardware,
     policy: Policy,
     max_rows: int = _DEFAULTS.max_num_seqs,
-    max_tokens: int = _DEFAULTS.max_num_batched_tokens,
+    max_tokens: int = 2048,
 ) -> list[RequestRecord]:
     """One record per request, in the order of `load`; times are virtual seconds.
 
