@@ -6,6 +6,7 @@ never waits and never computes; `dualpace.loop` drives it.
 
 from __future__ import annotations
 
+import abc
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL = 0.5  # seconds between EngineStats
 
 
-class SchedulerBase:
+class SchedulerBase(abc.ABC):
     """Outbox and the ending of requests.
 
     A request that ends here is told to the peer with `Gone`. What the peer had sent about it before
@@ -78,13 +79,13 @@ class SchedulerBase:
 
     # -- for the engines -------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def handle(self, body: AnyMessage) -> None:
         """Messages that only this engine gets."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def on_end(self, request_id: str) -> None:
         """The request has ended elsewhere: let go of everything of it."""
-        raise NotImplementedError
 
     def forget_peer_pages(self, request_id: str) -> None:
         """The peer touches this engine's pages of the request no more."""
