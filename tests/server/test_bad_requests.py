@@ -218,3 +218,17 @@ async def test_a_prompt_larger_than_any_pool(http, served):
     error = await _refused(http, response, 400, "prompt")
     assert "21" in error["message"]
     assert "gpu 10, cpu 20" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"prompt": ["the", "a" * 12_801]}, "prompt"),
+        (CHAT, _says(content="a" * 12_801), "messages"),
+    ],
+)
+async def test_text_that_no_tokens_could_make_short_enough_is_not_tokenized(
+    http, path, fields, param
+):
+    error = await _refused(http, await http.post(path, json=fields), 400, param)
+    assert "12801 characters" in error["message"]

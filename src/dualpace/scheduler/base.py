@@ -87,7 +87,7 @@ class SchedulerBase(abc.ABC):
     def on_end(self, request_id: str) -> None:
         """The request has ended elsewhere: let go of everything of it."""
 
-    def forget_peer_pages(self, request_id: str) -> None:
+    def forget_peer_pages(self, request_id: str) -> None:  # noqa: B027  (the GPU engine lends none)
         """The peer touches this engine's pages of the request no more."""
 
     def check_integrity(self) -> None:

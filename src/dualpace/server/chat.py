@@ -70,6 +70,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         {"role": message.role, "content": plain_text(index, message)}
         for index, message in enumerate(asked.messages)
     ]
+    service.frontend.check_text(sum(len(each["content"]) for each in messages), "messages")
     apply = service.frontend.tokenizer.apply_chat_template
     ids = await service.tokenize(lambda: apply(messages))
     request_id = f"chatcmpl-{uuid.uuid4().hex}"

@@ -53,6 +53,8 @@ async def create_completion(service: Service, request: Request) -> Response:
     special = asked.add_special_tokens is not False
     prompts = split_prompts(asked.prompt)
     service.frontend.check(params, len(prompts))  # before many or long texts are tokenized
+    for prompt in filter(lambda each: isinstance(each, str), prompts):
+        service.frontend.check_text(len(prompt), "prompt")
     encode = service.frontend.tokenizer.encode
     ids = await service.tokenize(
         lambda: [encode(p, special) if isinstance(p, str) else p for p in prompts]

@@ -42,6 +42,7 @@ from dualpace.server.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_CHOICES = 4096  # of one client request: prompts times n
+MAX_TOKEN_CHARACTERS = 128  # no tokenizer that we know of has longer tokens
 MAX_STOP_CHARACTERS = 1024  # of one stop string: each new token is compared with it
 
 
@@ -215,6 +216,16 @@ class Frontend:
         for token_id in params.stop_token_ids or ():
             self._check_id(token_id, "stop_token_ids")
         return params
+
+    def check_text(self, characters: int, param: str) -> None:
+        """Refuse a prompt that is too long whatever its tokens, before time is spent on them."""
+        most = self.limits.max_model_len * MAX_TOKEN_CHARACTERS
+        if characters > most:
+            raise RequestError(
+                f"the prompt has {characters} characters, more than {self.limits.max_model_len} "
+                f"tokens, the maximum model length, can hold",
+                param=param,
+            )
 
     def _check_prompt(self, prompt: Sequence[int], param: str) -> None:
         size, limits = len(prompt), self.limits
