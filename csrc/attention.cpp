@@ -10,7 +10,7 @@ namespace dualpace {
 namespace {
 
 constexpr int64_t kUnitCost = 32;    // what a unit costs beyond its tokens, in tokens
-constexpr int kPartsPerThread = 4;  // so that a slow thread holds the others up by little
+constexpr int kPartsPerThread = 8;  // so that a slow thread holds the others up by little
 constexpr int64_t kMinSplit = 128;   // shorter pieces cost more than they balance
 constexpr size_t kLine = 16;         // floats in a cache line
 

@@ -24,7 +24,7 @@ enum { kNumDTypes = 2 };
 enum {
   kPanel = 16,       // output columns of a packed panel
   kAlignK = 32,      // k of packed weights is padded to a multiple of this
-  kTileTokens = 256  // most tokens whose scores are held at once; a multiple of 64
+  kTileTokens = 128  // most tokens whose scores are held at once; a multiple of 64
 };
 
 // One run of tokens of one (row, KV head): attends with `group` query heads to [begin, end).

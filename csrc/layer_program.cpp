@@ -90,9 +90,10 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
   const ModelConfig& c = model_.config();
   const int m = static_cast<int>(rows.size());
   const int threads = pool_.size();
-  const Range mine = share(m, thread, threads);
+  // Rows are taken as threads come; one such list between two barriers.
   const auto each_row = [&](const auto& body) {
-    for (int row = mine.begin; row < mine.end; ++row) body(row);
+    for (Range mine; !(mine = pool_.take(m, 1)).empty();) body(mine.begin);
+    pool_.barrier();
   };
   float* tile = tiles_[static_cast<size_t>(thread)].data();
   const bool in_parts = normed_.dtype == kBFloat16;
@@ -106,7 +107,6 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
         kernels_.store[kBFloat16](tile, c.hidden_size, normed_.raw(m + row));
       }
     });
-    pool_.barrier();
   };
   const auto linear = [&](const Linear& weights, Rows& in, Rows& out, bool accumulate,
                           int count) {
@@ -137,7 +137,6 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
       if (in_parts) add_part(layer.qkv, qkv_.row(row), qkv_.row(m + row));
       append_kv(layer, index, arena, row);
     });
-    pool_.barrier();
     plan_.attend(kernels_, cache_, arena, index, cache_rows_, qkv_.row(0), qkv_.stride, attended,
                  thread, pool_);
     pool_.barrier();
@@ -155,8 +154,7 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
   norm(model_.norm(), false);
   linear(model_.head(), normed_, logits_, false, m);
 
-  for (Range mine; !(mine = pool_.take(m, 1)).empty();) {
-    const int row = mine.begin;
+  each_row([&](int row) {
     float* scores = logits_.row(row);
     if (logits) {
       const size_t vocab = static_cast<size_t>(c.vocab_size);
@@ -164,7 +162,7 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
     }
     next_tokens[row] = samplers_[static_cast<size_t>(thread)].sample(
         scores, c.vocab_size, rows[static_cast<size_t>(row)].sampling);
-  }
+  });
 }
 
 // Normalises and rotates a row's query and key heads, and writes its K and V to their page.
