@@ -98,8 +98,46 @@ def test_killing_the_cpu_engine_in_mid_decode_loses_nothing(tiny: Any) -> None:
             assert engines == {"gpu", "cpu"}
             metrics = server.frontend.metrics.render().decode()
             assert 'dualpace_engine_restarts_total{engine="cpu"} 1.0' in metrics
+            await all_pages_free(server)
 
     asyncio.run(scenario())
+
+
+def test_clients_that_leave_at_any_moment_leave_no_page_behind(tiny: Any) -> None:
+    async def one(server: Server, index: int) -> None:
+        prompt = tiny.prompts[index % len(tiny.prompts)]
+        params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        stream = server.frontend.submit([prompt * 20], params)
+        try:
+            for _ in range(3 * index):
+                await stream.take()
+        finally:
+            stream.close()
+
+    async def scenario() -> None:
+        async with serving(options(tiny)) as server:
+            await asyncio.gather(*(one(server, index) for index in range(40)))
+            await all_pages_free(server)
+
+    asyncio.run(scenario())
+
+
+async def all_pages_free(server: Server) -> None:
+    """Both engines report every page free, within some reports of half a second."""
+    for _ in range(100):
+        values = dict(
+            line.rsplit(" ", 1)
+            for line in server.frontend.metrics.render().decode().splitlines()
+            if line.startswith("dualpace_kv_pages")
+        )
+        free = {name: value for name, value in values.items() if "free" in name}
+        if len(free) == 2 and all(
+            float(value) == float(values[name.replace("free", "total")]) > 0
+            for name, value in free.items()
+        ):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(values)
 
 
 def test_when_the_gpu_engine_dies_streams_end_with_an_error_and_service_returns(tiny: Any) -> None:
