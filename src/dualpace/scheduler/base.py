@@ -56,8 +56,8 @@ class SchedulerBase(abc.ABC):
             case Abort():
                 self.on_end(body.request_id)
             case Gone():
+                self.on_peer_end(body.request_id)
                 self.on_end(body.request_id)
-                self.forget_peer_pages(body.request_id)
             case Shutdown():
                 self.stopped = True
             case _:
@@ -87,8 +87,9 @@ class SchedulerBase(abc.ABC):
     def on_end(self, request_id: str) -> None:
         """The request has ended elsewhere: let go of everything of it."""
 
-    def forget_peer_pages(self, request_id: str) -> None:  # noqa: B027  (the GPU engine lends none)
-        """The peer touches this engine's pages of the request no more."""
+    @abc.abstractmethod
+    def on_peer_end(self, request_id: str) -> None:
+        """The peer has ended the request and touches no pages of it any more."""
 
     def check_integrity(self) -> None:
         """Raise AssertionError if what is owned does not add up."""

@@ -127,7 +127,7 @@ class CpuScheduler(SchedulerBase):
         self.moves["released"] += 1
         self.send(GPU, Release(row.state, list(row.table.pages)))
 
-    def forget_peer_pages(self, request_id: str) -> None:
+    def on_peer_end(self, request_id: str) -> None:
         self._drop_claim(self.grants, request_id)
         self._drop_claim(self.loads, request_id)
 

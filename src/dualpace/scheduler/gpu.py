@@ -71,6 +71,11 @@ class GpuScheduler(SchedulerBase):
         if row is not None:
             self.end(row)
 
+    def on_peer_end(self, request_id: str) -> None:
+        row = self.rows.get(request_id)
+        if row is not None:
+            self.mover.ended_there(row)
+
     def end(self, row: Row) -> None:
         """Take the row off the books; its pages are free once no step or copy holds them."""
         del self.rows[row.id]

@@ -7,6 +7,7 @@ the one place that knows whether the CPU engine lives.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Literal
 
 from dualpace.core.messages import (
@@ -28,8 +29,10 @@ from dualpace.core.messages import (
     Release,
     Reserve,
     Return,
+    TokenEvent,
 )
 from dualpace.core.plan import CopyJob
+from dualpace.core.request import RequestState
 from dualpace.kv.pages import BlockTable, pages_for
 from dualpace.scheduler.rows import Phase, Row
 
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from dualpace.scheduler.gpu import GpuScheduler
 
 logger = logging.getLogger(__name__)
+REMEMBERED_ENDINGS = 256  # more than the CPU engine ends within a message's travel time
 
 
 class Mover:
@@ -50,6 +54,7 @@ class Mover:
         self.host_pages_free = 0
         self.ending: set[str] = set()  # ended here, but a step or copy still touches host pages
         self._draining: int | None = None
+        self._ended_there: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ENDINGS)
         self._copies: list[CopyJob] = []
         self._copy_tables: dict[int, BlockTable] = {}
 
@@ -155,7 +160,7 @@ class Mover:
         row = self._row(state.id, state.epoch - 1, Phase.RECALLING)
         if row is None:
             return  # it has ended; Gone frees its pages
-        row.state = state
+        self._came_back(row, state)
         row.phase = Phase.LOADING
         row.host_pages = release.pages
         count = pages_for(state.num_tokens - 1, self.gpu.page_tokens)
@@ -223,9 +228,28 @@ class Mover:
     def ended(self, row: Row) -> None:
         """The row is off the books: tell the CPU engine, if it knows it, once nothing here
         touches its pages any more."""
+        if row.host_tokens is not None:
+            self.ended_there(row)
         if row.host_knows and self.host_up:
             self.ending.add(row.id)
             self.use_ended(row.id)
+
+    def ended_there(self, row: Row) -> None:
+        """The CPU engine has ended the row, or made some of its tokens. They travel to the frontend
+        by another road than its word to us: should it die now, they may never arrive."""
+        self._ended_there.append((row.id, row.state.epoch + 2))
+
+    def _came_back(self, row: Row, state: RequestState) -> None:
+        if row.host_tokens is None:
+            row.host_tokens = len(row.state.output)
+        row.state = state
+
+    def _repeat_tokens(self, row: Row) -> None:
+        """Emit again what the dead CPU engine made of a row that is here; who has it drops it."""
+        state = row.state
+        for index in range(row.host_tokens or 0, len(state.output)):
+            self.gpu.emit_token(TokenEvent(row.id, state.epoch, index, state.output[index]))
+        row.host_tokens = None
 
     def use_ended(self, request_id: str) -> None:
         """A step or copy on host pages of the request has ended."""
@@ -238,7 +262,7 @@ class Mover:
         state = back.state
         row = self._row(state.id, state.epoch - 1, Phase.REMOTE, Phase.RECALLING)
         if row is not None:
-            row.state = state
+            self._came_back(row, state)
             self.gpu.moves["returned"] += 1
             self.gpu.enqueue(row)
 
@@ -263,9 +287,12 @@ class Mover:
         self.host_pages_total = self.host_pages_free = 0
         self.ending.clear()
         self._draining = down.generation
-        lost = []
+        lost = list(self._ended_there)  # who has all tokens of these pays no heed
+        self._ended_there.clear()
         for row in list(self.gpu.rows.values()):
             row.host_knows = False
+            if row.host_tokens is not None:
+                self._repeat_tokens(row)
             if row.phase in (Phase.REMOTE, Phase.RECALLING):
                 lost.append((row.id, row.state.epoch + 2))
                 self.gpu.end(row)

@@ -42,7 +42,8 @@ class Row:
 
     table: its GPU pages, in every phase in which it has some or is to get its KV there;
     host_pages: granted or released pages of the CPU engine's pool; host_length: its tokens when
-    the CPU engine last told.
+    the CPU engine last told; host_tokens: output tokens it had when the CPU engine, of which it
+    has come back, took it over, else None.
     """
 
     state: RequestState
@@ -53,6 +54,7 @@ class Row:
     host_pages: list[int] = field(default_factory=list)
     host_length: int = 0
     host_knows: bool = False
+    host_tokens: int | None = None
     step: int | None = None
 
     @property

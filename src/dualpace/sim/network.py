@@ -53,7 +53,7 @@ class Network:
     def send(self, sender: str, to: str, body: AnyMessage) -> None:
         # Encoded as it would be on a socket: sender and receiver share no object.
         data = _encode(Envelope(sender, self.generation, body))
-        target = self._ports[to]
+        source, target = self._ports[sender], self._ports[to]
         arrival = max(
             self._clock.now + self._delay(sender, to), self._last_arrival.get((sender, to), 0.0)
         )
@@ -62,7 +62,9 @@ class Network:
         def deliver() -> None:
             envelope = _decode(data)
             stale = FRONTEND not in (sender, to) and envelope.generation != self.generation
-            if self._ports[to] is target and not stale:
+            # What has not arrived when its sender dies is lost with it.
+            alive = self._ports[sender] is source and self._ports[to] is target
+            if alive and not stale:
                 target.inbox.append(envelope)
                 target.on_arrival()
 
