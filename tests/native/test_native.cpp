@@ -117,6 +117,21 @@ void parked_threads_wake_up() {
   CHECK(total == 5);
 }
 
+void every_item_of_a_shared_list_is_taken_once() {
+  ThreadPool pool(cpus(3));
+  constexpr int kItems = 1000;
+  std::vector<int> taken(kItems);
+  pool.run([&](int) {
+    for (int list = 1; list <= 50; ++list) {
+      for (Range mine; !(mine = pool.take(kItems, 7)).empty();) {
+        for (int i = mine.begin; i < mine.end; ++i) ++taken[static_cast<size_t>(i)];
+      }
+      pool.barrier();
+    }
+  });
+  for (const int times : taken) CHECK(times == 50);
+}
+
 void callers_take_turns() {
   ThreadPool pool(cpus(2));
   int total = 0;
@@ -241,7 +256,7 @@ void linear_layers_of_all_sizes(const KernelTable& kernels, DType dtype) {
                             reinterpret_cast<char*>(a.data()) +
                                 row * in_stride * element_bytes(type));
       }
-      pool.run([&](int thread) {
+      pool.run([&](int) {
         run_linear(kernels, plain.linear, a.data(), in_stride, m, c.data(), columns, false, pool);
       });
       for (size_t row = 0; row < rows; ++row) {
@@ -267,7 +282,7 @@ void linear_layers_of_all_sizes(const KernelTable& kernels, DType dtype) {
   }
   pool.run([&](int thread) {
     run_swiglu(kernels, gate_up.linear, a.data(), in_stride, m, out.data(), out_stride,
-               tiles[static_cast<size_t>(thread)].data(), thread, pool.size());
+               tiles[static_cast<size_t>(thread)].data(), pool);
   });
   const Source result{out.data(), type};
   for (int row = 0; row < m; ++row) {
@@ -420,6 +435,7 @@ int main() {
   pools_start_and_stop();
   barriers_order_what_was_written();
   parked_threads_wake_up();
+  every_item_of_a_shared_list_is_taken_once();
   callers_take_turns();
   for (const KernelTable* kernels : all_kernels()) {
     std::printf("%s\n", kernels->name);
