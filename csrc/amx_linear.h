@@ -106,7 +106,6 @@ inline void tile_block(const TileBlock& b, int panels) {
 template <class T>
 struct TileRun {
   const LinearArgs* args;
-  int steps;     // of the whole k
   size_t panel;  // bytes
   int load;      // sums start from c
   int configured = 0;
@@ -155,8 +154,7 @@ void linear_on_tiles(const LinearArgs* args) {
     }
   }
   const int steps = (args->k + kAlignK - 1) / kAlignK;
-  TileRun<T> run{args, steps, static_cast<size_t>(steps) * kTileBytes,
-                 args->accumulate || args->bias};
+  TileRun<T> run{args, static_cast<size_t>(steps) * kTileBytes, args->accumulate || args->bias};
   const int row_blocks = (m + 2 * kTileRows - 1) / (2 * kTileRows);
   if (row_blocks == 1) {
     const int ahead = steps < kAheadSteps ? steps : kAheadSteps;
