@@ -56,7 +56,12 @@ class Scheduler(Protocol):
 
 
 class EngineLoop:
-    """Runs one engine until its scheduler has stopped."""
+    """Runs one engine until its scheduler has stopped.
+
+    depth: steps that may be under way at once. With 1 the next step is planned when the last has
+    been committed; with 2 it is planned and launched while the last one runs, so that the device
+    never waits for the host.
+    """
 
     def __init__(
         self,
@@ -64,7 +69,9 @@ class EngineLoop:
         executor: Executor,
         port: Port,
         clock: Callable[[], float],
+        depth: int = 1,
     ) -> None:
+        self.depth = depth
         self.scheduler = scheduler
         self.executor = executor
         self.port = port
@@ -91,11 +98,12 @@ class EngineLoop:
             self.scheduler.on_message(envelope)
 
     def plan_and_launch(self) -> None:
-        """Start the next step, if none is under way, and the copies that wait."""
-        if not self.steps:
+        """Start the next steps, as many as may be under way, and the copies that wait."""
+        while len(self.steps) < self.depth:
             batch = self.scheduler.plan(self.clock())
-            if batch is not None:
-                self.steps.append((batch, self.executor.launch(batch)))
+            if batch is None:
+                break
+            self.steps.append((batch, self.executor.launch(batch)))
         for job in self.scheduler.take_copies():
             self.copies.append((job, self.executor.copy(job)))
 

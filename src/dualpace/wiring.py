@@ -106,6 +106,10 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
             "there is no room for KV: --gpu-kv-tokens and --host-kv-size are both less than a page "
             f"({options.page_tokens} tokens, {format_size(page_bytes)})"
         )
+    # On the stand-in a step planned ahead only makes new requests wait longer.
+    overlapped = options.async_scheduling
+    if overlapped is None:
+        overlapped = device == "cuda"
     config = EngineConfig(
         model=options.model,
         load_format=options.load_format,
@@ -115,6 +119,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or BATCHED_TOKENS[device],
+        steps_in_flight=2 if overlapped else 1,
         page_tokens=options.page_tokens,
         page_bytes=page_bytes,
         gpu_pages=gpu_pages,
@@ -265,7 +270,8 @@ def run_engine(job_text: str) -> None:
             "%s engine: ready after %.1f s with %d tokens of KV",
             launch.name, time.monotonic() - started, ready.kv_tokens,
         )  # fmt: skip
-        EngineLoop(scheduler, executor, port, time.monotonic).run()
+        depth = config.steps_in_flight if launch.name == GPU else 1
+        EngineLoop(scheduler, executor, port, time.monotonic, depth).run()
     except Exception as error:
         Path(launch.error_file).write_text(f"{type(error).__name__}: {error}")
         raise

@@ -58,6 +58,7 @@ class Engines:
             max_model_len=spec.max_position_embeddings,
             max_num_seqs=256,
             max_num_batched_tokens=512,
+            steps_in_flight=1,
             page_tokens=PAGE_TOKENS,
             page_bytes=page_bytes,
             gpu_pages=gpu_pages,
@@ -75,8 +76,11 @@ class Engines:
             self.config, spec, iter_weights(source, spec, dtype), arena=arena, wake=lambda: None
         )
 
-    def run(self, policy: Policy, states: list[RequestState]) -> Run:
-        """Serve `states`, all submitted at once, until each has finished."""
+    def run(self, policy: Policy, states: list[RequestState], gpu_depth: int = 1) -> Run:
+        """Serve `states`, all submitted at once, until each has finished.
+
+        gpu_depth: steps that the GPU engine has under way at once.
+        """
         config = self.config
         clock = VirtualClock()
         network = Network(clock, lambda sender, to: 0.0)
@@ -86,9 +90,9 @@ class Engines:
             CpuScheduler(policy, config.host_pages, PAGE_TOKENS, 256),
         )
         loops = [
-            EngineLoop(scheduler, executor, network.port(name, lambda: None), clock)
-            for scheduler, executor, name in zip(
-                schedulers, (self.gpu, self.cpu), (GPU, CPU), strict=True
+            EngineLoop(scheduler, executor, network.port(name, lambda: None), clock, depth)
+            for scheduler, executor, name, depth in zip(
+                schedulers, (self.gpu, self.cpu), (GPU, CPU), (gpu_depth, 1), strict=True
             )
         ]
         frontend.send(GPU, PeerUp(1, "", config.host_pages))

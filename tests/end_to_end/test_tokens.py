@@ -66,26 +66,30 @@ def requests(prompts: list[list[int]], **params: Any) -> list[RequestState]:
     ]
 
 
+@pytest.mark.parametrize("gpu_depth", [1, 2])
 @pytest.mark.parametrize("tier", ["gpu", "host"])
 def test_greedy_tokens_equal_transformers(
-    checkpoint: Any, tier: Tier, make_engines: Callable[..., Any]
+    checkpoint: Any, tier: Tier, gpu_depth: int, make_engines: Callable[..., Any]
 ) -> None:
-    run = make_engines(checkpoint.source).run(SwitchPolicy(tier), requests(checkpoint.prompts))
+    states = requests(checkpoint.prompts)
+    run = make_engines(checkpoint.source).run(SwitchPolicy(tier), states, gpu_depth)
     assert list(run.tokens.values()) == checkpoint.answers
     # The first token is always the prefilling engine's.
     maker = "gpu" if tier == "gpu" else "cpu"
     assert {tuple(engines) for engines in run.engines.values()} == {("gpu", *[maker] * (STEPS - 1))}
 
 
+@pytest.mark.parametrize("gpu_depth", [1, 2])
 @pytest.mark.parametrize("start", ["gpu", "host"])
 def test_a_handoff_at_any_position_changes_no_token(
-    checkpoint: Any, start: Tier, make_engines: Callable[..., Any]
+    checkpoint: Any, start: Tier, gpu_depth: int, make_engines: Callable[..., Any]
 ) -> None:
     prompt, answer = checkpoint.prompts[0], checkpoint.answers[0]
     states = requests([prompt] * (STEPS - 1))
     # Request i changes its engine when it has i + 1 output tokens.
     switch_at = {state.id: len(prompt) + i + 1 for i, state in enumerate(states)}
-    run = make_engines(checkpoint.source).run(SwitchPolicy(start, switch_at), states)
+    policy = SwitchPolicy(start, switch_at)
+    run = make_engines(checkpoint.source).run(policy, states, gpu_depth)
     first, second = ("gpu", "cpu") if start == "gpu" else ("cpu", "gpu")
     for i, state in enumerate(states):
         assert run.tokens[state.id] == answer
@@ -110,16 +114,18 @@ def test_seeded_sampling_is_the_same_on_either_engine_and_in_any_batch(
         for i, style in enumerate(styles)
     ]
 
-    def run(policy: SwitchPolicy, some: list[RequestState]) -> dict[str, list[int]]:
-        tokens: dict[str, list[int]] = engines.run(policy, msgspec.convert(
-            msgspec.to_builtins(some), list[RequestState]
-        )).tokens  # fmt: skip
+    def run(
+        policy: SwitchPolicy, some: list[RequestState], gpu_depth: int = 1
+    ) -> dict[str, list[int]]:
+        copies = msgspec.convert(msgspec.to_builtins(some), list[RequestState])
+        tokens: dict[str, list[int]] = engines.run(policy, copies, gpu_depth).tokens
         return tokens
 
     on_gpu = run(SwitchPolicy("gpu"), states)
+    assert run(SwitchPolicy("gpu"), states, gpu_depth=2) == on_gpu
     assert run(SwitchPolicy("host"), states) == on_gpu
     moving = {state.id: len(state.prompt) + 5 + i for i, state in enumerate(states)}
-    assert run(SwitchPolicy("gpu", moving), states) == on_gpu
+    assert run(SwitchPolicy("gpu", moving), states, gpu_depth=2) == on_gpu
     for state in states:
         assert run(SwitchPolicy("host"), [state]) == {state.id: on_gpu[state.id]}
     assert len({tuple(tokens) for tokens in on_gpu.values()}) == len(states)
@@ -131,12 +137,11 @@ def test_min_tokens_holds_stop_ids_back_on_either_engine(
     engines = make_engines(smollm2.source)
     prompt, answer = smollm2.prompts[0], smollm2.answers[0]
     stop_id = answer[3]
-    for tier in ("gpu", "host"):
-        ended = engines.run(SwitchPolicy(tier), requests([prompt], stop_ids=(stop_id,)))
+    for tier, depth in (("gpu", 1), ("gpu", 2), ("host", 1)):
+        ended = engines.run(SwitchPolicy(tier), requests([prompt], stop_ids=(stop_id,)), depth)
         assert ended.tokens["r0"] == answer[: answer.index(stop_id) + 1]
-        held = engines.run(
-            SwitchPolicy(tier), requests([prompt], stop_ids=(stop_id,), min_tokens=20)
-        )
+        states = requests([prompt], stop_ids=(stop_id,), min_tokens=20)
+        held = engines.run(SwitchPolicy(tier), states, depth)
         assert len(held.tokens["r0"]) >= 20
         assert stop_id not in held.tokens["r0"][:20]
 

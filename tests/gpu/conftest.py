@@ -59,6 +59,7 @@ def config(spec: ModelSpec) -> EngineConfig:
         policy="dualpace",
         max_model_len=128,
         max_num_seqs=8,
+        steps_in_flight=1,
         max_num_batched_tokens=64,
         page_tokens=PAGE_TOKENS,
         page_bytes=spec.page_bytes(PAGE_TOKENS, 4),

@@ -7,9 +7,12 @@ freed too early, overwritten, or moved to the wrong place.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from dualpace.core.errors import StepTooLargeError
+from dualpace.core.plan import Batch
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
 from dualpace.policy.dualpace import DualPacePolicy
@@ -65,6 +68,7 @@ def test_every_output_is_right_and_every_page_comes_back(seed: int) -> None:
         DualPacePolicy(max_host_rows=rng.choice([2, 64])),
         max_rows=rng.choice([2, 8, 64]),
         max_tokens=rng.choice([3, 16, 256]),
+        gpu_depth=1 + seed % 3 % 2,
     )
     largest = max(gpu_pages, host_pages) * PAGE_TOKENS
     requests = [request(rng, i, rng.randint(2, min(largest, 90))) for i in range(60)]
@@ -86,6 +90,37 @@ def test_every_output_is_right_and_every_page_comes_back(seed: int) -> None:
             assert stream.failed is None
             assert stream.received == expected(state), f"{state.id} of seed {seed}"
             assert stream.complete
+    world.check_integrity()
+
+
+@pytest.mark.parametrize("gpu_depth", [1, 2])
+def test_steps_that_are_too_large_are_retried_smaller(gpu_depth: int) -> None:
+    """A device that holds no more than some tokens a step, fewer at times, costs no request; one
+    whose every step fails costs exactly the requests that are to blame."""
+    rng = random.Random(2)
+
+    def failure(batch: Batch) -> Exception | None:
+        if any(row.request_id == "r7" and row.end > 20 for row in batch.rows):
+            return StepTooLargeError("no room for r7")
+        room = rng.choice([1, 5, 40])
+        return StepTooLargeError(f"{room}") if batch.num_tokens > room else None
+
+    world = World(
+        replace(hardware(rng, 40, 60), gpu_failure=failure),
+        DualPacePolicy(max_host_rows=64),
+        max_tokens=64,
+        gpu_depth=gpu_depth,
+    )
+    requests = [request(rng, i, rng.randint(30, 90)) for i in range(30)]
+    requests[7] = RequestState("r7", 7, 0, list(range(30)), [], DecodeParams(max_tokens=9))
+    for state in requests:
+        world.submit(rng.uniform(0, 2.0), state)
+    world.run(until=3000)
+    assert world.streams["r7"].failed is not None
+    for state in requests[:7] + requests[8:]:
+        stream = world.streams[state.id]
+        assert stream.failed is None
+        assert stream.received == expected(state), state.id
     world.check_integrity()
 
 

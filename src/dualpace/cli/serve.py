@@ -78,6 +78,10 @@ def serve(
     page_tokens: Annotated[int, typer.Option(help="Tokens in a KV page: 16, 32 or 64.")] = DEFAULTS[
         "page_tokens"
     ],
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(help="Plan a GPU step while the one before it runs. Default: on a GPU."),
+    ] = DEFAULTS["async_scheduling"],
     seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = DEFAULTS["seed"],
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:

@@ -43,6 +43,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     policy: PolicyName = "dualpace"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     page_tokens: int = 32
+    async_scheduling: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    steps_in_flight: int  # 2: the GPU engine plans a step while the one before it runs
     page_tokens: int
     page_bytes: int
     gpu_pages: int | None  # None: sized by the GPU engine from the memory that is left

@@ -7,6 +7,7 @@ DualPaceError
   RequestError       one request is wrong: the client gets a 4xx, nobody else notices
     CapacityError    no KV tier could ever hold the request
   EngineError        an engine failed: the client gets a 5xx
+        StepTooLargeError the device lacks the memory for this step: a smaller one may do
         FatalEngineError its device is unusable: the process must end and be started again
 """
 
@@ -41,6 +42,10 @@ class CapacityError(RequestError):
 
 class EngineError(DualPaceError):
     """An engine failed while it held the request."""
+
+
+class StepTooLargeError(EngineError):
+    """The device had no memory for a step; nothing of the step counts."""
 
 
 class FatalEngineError(EngineError):

@@ -42,10 +42,10 @@ class RequestState(msgspec.Struct):
     def last_token(self) -> int:
         return self.output[-1] if self.output else self.prompt[-1]
 
-    @property
-    def banned_ids(self) -> tuple[int, ...]:
-        """Ids that may not be sampled next: those that would end it before `min_tokens`."""
-        return self.params.stop_ids if len(self.output) < self.params.min_tokens else ()
+    def banned_ids(self, pending: int = 0) -> tuple[int, ...]:
+        """Ids that may not be sampled after `pending` more tokens: those that would end it before
+        `min_tokens`."""
+        return self.params.stop_ids if len(self.output) + pending < self.params.min_tokens else ()
 
     @property
     def finish_reason(self) -> FinishReason | None:

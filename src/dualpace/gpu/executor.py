@@ -1,11 +1,12 @@
-"""The GPU engine's executor: one worker thread that runs steps and page copies in order.
+"""The GPU engine's executor: a thread that launches steps and copies, another that awaits tokens.
 
-Knows a thread and futures; what a step does is the runner's, what to run is decided by whoever
+Knows threads and futures; what a step does is the runner's, what to run is decided by whoever
 launches.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,10 +16,16 @@ import numpy.typing as npt
 import torch
 
 from dualpace.core.config import EngineConfig
-from dualpace.core.errors import EngineError, FatalEngineError
+from dualpace.core.errors import (
+    EngineError,
+    FatalEngineError,
+    HardwareError,
+    StepTooLargeError,
+)
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob
-from dualpace.gpu.runner import ModelRunner
+from dualpace.gpu.gate import release_cache, synchronize
+from dualpace.gpu.runner import LaunchedStep, ModelRunner
 
 Result = TypeVar("Result")
 
@@ -26,7 +33,8 @@ Result = TypeVar("Result")
 class TorchExecutor:
     """`core.plan.Executor` on torch, for CUDA or the CPU stand-in. A ticket is a `Future`.
 
-    A step or copy that raises fails its own ticket and nothing else.
+    A step may be launched before the last one's ticket is done: on CUDA it is queued on the device
+    meanwhile. A step or copy that raises fails its own ticket and nothing else.
     """
 
     def __init__(
@@ -46,16 +54,24 @@ class TorchExecutor:
         `HardwareError` where the device has no room for KV, `EngineError` for a short arena.
         """
         self._wake = wake
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu-executor")
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu-launch")
+        self._awaiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu-await")
         try:
-            # On the worker, because torch keeps the number of threads for each thread apart.
+            # On the worker, because torch keeps these for each thread apart.
             if config.device == "cpu":
                 self._worker.submit(torch.set_num_threads, config.gpu_threads).result()
+            else:
+                self._worker.submit(lambda: torch.cuda.set_stream(torch.cuda.Stream())).result()
             self._runner: ModelRunner | None = self._worker.submit(
                 _without_gradients, partial(ModelRunner, config, spec, weights, arena)
             ).result()
+        except StepTooLargeError as error:
+            self._worker.shutdown()
+            self._awaiter.shutdown()
+            raise HardwareError(f"the model does not fit the GPU: {error}") from error
         except BaseException:
             self._worker.shutdown()
+            self._awaiter.shutdown()
             raise
 
     @property
@@ -64,16 +80,25 @@ class TorchExecutor:
         return self._open_runner().gpu_pages
 
     def launch(self, batch: Batch) -> Future[list[int | None]]:
-        """Start a step after everything launched before it."""
-        return self._submit(partial(self._open_runner().step, batch))
+        """Start a step after everything launched before it.
+
+        Its ticket raises `StepTooLargeError` where the device lacks the memory for it.
+        """
+        launched = self._worker.submit(
+            _without_gradients, partial(self._open_runner().launch, batch)
+        )
+        return self._ticket(self._awaiter.submit(_await_tokens, launched))
 
     def copy(self, job: CopyJob) -> Future[None]:
         """Start a copy after everything launched before it."""
-        return self._submit(partial(self._open_runner().copy, job))
+        return self._ticket(
+            self._worker.submit(_without_gradients, partial(self._open_runner().copy, job))
+        )
 
     def close(self) -> None:
         """Finish what was launched, then let go of thread, weights, pools and the arena."""
         self._worker.shutdown(wait=True)
+        self._awaiter.shutdown(wait=True)
         self._runner = None
 
     def _open_runner(self) -> ModelRunner:
@@ -81,28 +106,35 @@ class TorchExecutor:
             raise EngineError("the GPU executor is closed")
         return self._runner
 
-    def _submit(self, work: Callable[[], Result]) -> Future[Result]:
-        future = self._worker.submit(_without_gradients, work)
+    def _ticket(self, future: Future[Result]) -> Future[Result]:
         future.add_done_callback(lambda _: self._wake())
         return future
 
 
+def _await_tokens(launched: Future[LaunchedStep]) -> list[int | None]:
+    return _checked(launched.result().result)
+
+
 def _without_gradients(work: Callable[[], Result]) -> Result:
-    """Call `work` in inference mode, which torch keeps for each thread apart.
-
-    Raises `FatalEngineError` where the failure has left CUDA unusable (an illegal access, say).
-    """
+    """Call `work` in inference mode, which torch keeps for each thread apart."""
     with torch.inference_mode():
-        try:
-            return work()
-        except Exception as error:
-            _check_device(error)
-            raise
+        return _checked(work)
 
 
-def _check_device(error: Exception) -> None:
-    if torch.cuda.is_initialized():
-        try:
-            torch.cuda.synchronize()
-        except Exception:
-            raise FatalEngineError(f"CUDA is unusable after: {error}") from error
+def _checked(work: Callable[[], Result]) -> Result:
+    """Call `work`; raises `FatalEngineError` where a failure has left CUDA unusable (an illegal
+    access, say), and `StepTooLargeError` where it wanted more memory than there is."""
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        # The frames of the failed step hold its tensors for as long as the error lives.
+        traceback.clear_frames(error.__traceback__)
+        release_cache()
+        raise StepTooLargeError(f"out of GPU memory: {error}") from None
+    except Exception as error:
+        if torch.cuda.is_initialized():
+            try:
+                synchronize()
+            except Exception:
+                raise FatalEngineError(f"CUDA is unusable after: {error}") from error
+        raise

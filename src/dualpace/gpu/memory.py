@@ -1,11 +1,12 @@
 """How many KV pages fit the device beside everything else.
 
-Measures with a trial step of the largest batch instead of predicting; knows nothing of what a page
-is for.
+Measures with a trial step of the largest batch, and with the graphs, instead of predicting; knows
+nothing of what a page is for.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,10 @@ from dualpace.core.config import EngineConfig, format_size
 from dualpace.core.errors import HardwareError
 from dualpace.core.plan import Batch, BatchRow
 from dualpace.core.sampling import DecodeParams
+from dualpace.gpu.gate import release_cache
 from dualpace.gpu.torch_attention import GATHER_TOKENS
+
+logger = logging.getLogger(__name__)
 
 # Rules that take every branch of the sampler, for its largest workspace.
 _ALL_FILTERS = DecodeParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
@@ -49,26 +53,43 @@ def largest_batch(config: EngineConfig) -> Batch:
 
 
 def measure_gpu_pages(
-    config: EngineConfig, device: torch.device, trial: Callable[[], object]
+    config: EngineConfig,
+    device: torch.device,
+    trial: Callable[[], object],
+    capture: Callable[[], object],
 ) -> int:
     """Pages that fit gpu_memory_utilization of the device; weights are loaded already.
 
-    trial: runs the largest batch. Raises `HardwareError` when not one page is left.
+    trial: runs the largest batch; capture: captures the graphs, which live as long as what it
+    returns. Raises `HardwareError` when not one page is left.
     """
+    trial()  # compiles kernels and sets libraries up, for good
+    release_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     trial()
     torch.cuda.synchronize(device)
-    workspace = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
+    step = torch.cuda.max_memory_allocated(device) - before
+    release_cache()
+    free_without, total = torch.cuda.mem_get_info(device)
+    captured = capture()
+    release_cache()
+    graphs = free_without - torch.cuda.mem_get_info(device)[0]
+    del captured
+    release_cache()
     budget = int(total * config.gpu_memory_utilization)
-    room = budget - (total - free) - workspace
-    pages = int(room // config.page_bytes)
+    taken = total - free_without
+    pages = int((budget - taken - step - graphs) // config.page_bytes)
+    logger.info(
+        "GPU memory: %s of %s may be used (--gpu-memory-utilization %.2f): %s weights and runtime, "
+        "%s for a step, %s graphs, the rest is KV",
+        format_size(budget), format_size(total), config.gpu_memory_utilization,
+        format_size(taken), format_size(step), format_size(max(graphs, 0)),
+    )  # fmt: skip
     if pages < 1:
         raise HardwareError(
             f"no GPU memory left for KV: {format_size(budget)} of {format_size(total)} may be used "
-            f"(--gpu-memory-utilization {config.gpu_memory_utilization}), "
-            f"{format_size(total - free)} are taken and a step needs {format_size(workspace)}"
+            f"(--gpu-memory-utilization {config.gpu_memory_utilization}), {format_size(taken)} are "
+            f"taken, a step needs {format_size(step)} and the decode graphs {format_size(graphs)}"
         )
     return pages

@@ -1,34 +1,62 @@
-"""Weights, pools and attention of one GPU (or its stand-in), and a step run to completion.
+"""Weights, pools and model of one GPU (or its stand-in), and steps launched on it.
 
-Synchronous and for one thread: order, tickets and the thread itself are the executor's.
+For one thread; order, tickets and the thread itself are the executor's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from dualpace.core.config import EngineConfig
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob
+from dualpace.gpu.decode_graphs import DecodeGraphs
+from dualpace.gpu.draw import draw_plain, draw_special
+from dualpace.gpu.flashinfer_model import FlashInferModel, fits
 from dualpace.gpu.kv_pools import KVPools, arena_pool, new_pool
 from dualpace.gpu.memory import largest_batch, measure_gpu_pages
-from dualpace.gpu.sampler import sample
-from dualpace.gpu.step_input import flatten
-from dualpace.gpu.torch_attention import TorchAttention
+from dualpace.gpu.step_input import StepInput, flatten
+from dualpace.gpu.step_model import StepModel
+from dualpace.gpu.torch_model import TorchModel
 from dualpace.models import reference
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step whose tokens may still be on their way to the host."""
+
+    step: StepInput
+    tokens: Tensor  # int64 [R], on the host once `arrived` has passed
+    arrived: torch.cuda.Event | None
+
+    def result(self) -> list[int | None]:
+        """Wait; the sampled token of each row of the batch, None for a row that does not sample."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens = self.tokens.tolist()
+        outcome: list[int | None] = [None] * len(self.step.rows)
+        for row in self.step.sampled_rows:
+            outcome[self.step.order[row]] = tokens[row]
+        return outcome
+
+
 class ModelRunner:
-    """Runs batches and copies, each complete on return. Used under `torch.inference_mode`."""
+    """Launches steps in order and does copies. Used under `torch.inference_mode`.
+
+    On CUDA in bfloat16 a step of decodes is one graph, any other step runs eagerly on FlashInfer;
+    elsewhere plain torch computes everything.
+    """
 
     def __init__(
         self,
@@ -39,54 +67,85 @@ class ModelRunner:
     ) -> None:
         """Parameters are those of `TorchExecutor`."""
         self._spec = spec
-        self._page_tokens = config.page_tokens
+        self._config = config
         self._device = torch.device(config.device)
-        dtype = DTYPES[config.dtype]
-        self._weights = reference.load_weights(weights, spec, self._device, dtype)
+        self._dtype = DTYPES[config.dtype]
+        self._fast = self._device.type == "cuda" and fits(spec, self._dtype)
+        if self._device.type == "cuda" and not self._fast:
+            logger.warning(
+                "FlashInfer has no kernels for %s with head size %d: the GPU runs plain torch",
+                config.dtype, spec.head_dim,
+            )  # fmt: skip
+        self._weights = reference.load_weights(weights, spec, self._device, self._dtype)
+        # Tokens by row of the step launched last, and whose rows they are.
+        rows = config.max_num_seqs + config.max_num_batched_tokens
+        self._sampled = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        self._rows: dict[str, int] = {}
+        self._graphs: DecodeGraphs | None = None
         host_pages = config.host_pages if arena is not None else 0
         if host_pages:
-            host = arena_pool(arena, spec, host_pages, self._page_tokens, dtype)
+            self._host = arena_pool(arena, spec, host_pages, config.page_tokens, self._dtype)
         else:
-            host = new_pool(spec, 0, self._page_tokens, dtype, torch.device("cpu"))
-        gpu_pages = config.gpu_pages
-        if gpu_pages is None:
+            self._host = new_pool(spec, 0, config.page_tokens, self._dtype, torch.device("cpu"))
+        if config.gpu_pages is not None:
+            self.gpu_pages = config.gpu_pages
+        else:
             # The trial batch names nothing but page 0.
-            self._use_pools(new_pool(spec, 1, self._page_tokens, dtype, self._device), host)
+            self.gpu_pages = 1
+            self._use_pools()
             trial = largest_batch(config)
-            gpu_pages = measure_gpu_pages(config, self._device, lambda: self.step(trial))
-        self._use_pools(new_pool(spec, gpu_pages, self._page_tokens, dtype, self._device), host)
-        log.info("KV pools: %d GPU pages, %d host pages", gpu_pages, host_pages)
-
-    @property
-    def gpu_pages(self) -> int:
-        return len(self._pools["gpu"])
-
-    def step(self, batch: Batch) -> list[int | None]:
-        """The sampled token of each row, None for a row that does not sample."""
-        step = flatten(batch, self._page_tokens, self._device)
-        outcome: list[int | None] = [None] * len(batch.rows)
-        if not step.spans:
-            return outcome
-        self._attention.plan(step.spans)
-        hidden = reference.forward(
-            self._weights, self._spec, step.tokens, step.positions, self._attention.run
-        )
-        if step.sampled_rows:
-            rows = [batch.rows[index] for index in step.sampled_rows]
-            sampled = sample(
-                reference.logits(self._weights, hidden[step.sampled_tokens]),
-                [row.params for row in rows],
-                [row.end for row in rows],
-                [row.banned_ids for row in rows],
+            self.gpu_pages = measure_gpu_pages(
+                config, self._device, lambda: self.launch(trial).result(), self._capture
             )
-            for index, token_id in zip(step.sampled_rows, sampled.tolist(), strict=True):
-                outcome[index] = token_id
-        return outcome
+        self._use_pools()
+        self._graphs = self._capture()
+        logger.info("KV pools: %d GPU pages, %d host pages", self.gpu_pages, host_pages)
+
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Start a step; its tokens are there when the device comes to its end."""
+        step = flatten(batch, self._config.page_tokens, self._rows)
+        self._rows = {}
+        if not step.rows:
+            return LaunchedStep(step, torch.empty(0, dtype=torch.int64), None)
+        if self._graphs is not None and self._graphs.takes(step):
+            logits = self._graphs.run(step)
+            draw_special(step, logits, self._sampled)
+        else:
+            logits, _ = self._model.forward(step, self._sampled)
+            if self._fast:
+                draw_plain(step, logits, self._sampled)
+            draw_special(step, logits, self._sampled, everyone=not self._fast)
+        self._rows = {row.request_id: index for index, row in enumerate(step.rows) if row.sample}
+        return self._to_host(step)
 
     def copy(self, job: CopyJob) -> None:
         """Move the pages of `job`."""
         self._pools.copy("host" if job.kind == "load" else "gpu", job.source, job.target)
 
-    def _use_pools(self, gpu: torch.Tensor, host: torch.Tensor) -> None:
-        self._pools = KVPools(gpu=gpu, host=host)
-        self._attention = TorchAttention(self._pools, self._spec.group_size, self._device)
+    def _to_host(self, step: StepInput) -> LaunchedStep:
+        tokens = self._sampled[: len(step.rows)]
+        if self._device.type == "cpu":
+            return LaunchedStep(step, tokens.clone(), None)
+        arrived = torch.cuda.Event(blocking=True)
+        on_host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
+        on_host.copy_(tokens, non_blocking=True)
+        arrived.record()
+        return LaunchedStep(step, on_host, arrived)
+
+    def _use_pools(self) -> None:
+        """Set up `gpu_pages` pages, and one more where graphs need a page that nobody uses."""
+        pages = self.gpu_pages + self._fast
+        gpu = new_pool(self._spec, pages, self._config.page_tokens, self._dtype, self._device)
+        self._pools = KVPools(gpu=gpu, host=self._host)
+        self._model: StepModel
+        if self._fast:
+            self._model = FlashInferModel(self._weights, self._spec, self._pools)
+        else:
+            self._model = TorchModel(self._weights, self._spec, self._pools)
+
+    def _capture(self) -> DecodeGraphs | None:
+        if not isinstance(self._model, FlashInferModel):
+            return None
+        return DecodeGraphs(
+            self._model, self._sampled, self._config.max_num_seqs, scratch_page=self.gpu_pages
+        )

@@ -1,18 +1,21 @@
-"""A `Batch` as flat tensors: what a step's forward pass, attention and sampler read.
+"""A `Batch` as flat arrays: what a step's forward pass, attention and sampler read.
 
-Pure translation; chooses nothing and touches no pool.
+Pure translation on the host; chooses nothing, touches no pool and no device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from dualpace.core.errors import EngineError
-from dualpace.core.plan import Batch, Tier
+from dualpace.core.plan import PENDING, Batch, BatchRow, Tier
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -35,38 +38,74 @@ class Span:
 
 @dataclass(frozen=True)
 class StepInput:
-    """Flattened batch; tensors on the device of the model."""
+    """A flattened batch. N tokens, R rows of which S sample.
 
-    tokens: Tensor  # int64 [N]
-    positions: Tensor  # int64 [N]
-    spans: list[Span]
-    sampled_rows: list[int]  # indices into batch.rows
-    sampled_tokens: Tensor  # int64 [R]: last token of each sampled row
+    The rows are those of the batch in another order: first the decodes with KV on the GPU, then its
+    chunks of prompts, then what has its KV on the host, so that each kind is one run of tokens.
+    """
+
+    rows: list[BatchRow]
+    order: list[int]  # place in the batch of each row
+    spans: list[Span]  # of each row
+    tokens: IntArray  # [N], 0 where a token is not known to the host
+    sources: IntArray  # [N], the row of the step before that sampled the token, or -1
+    positions: IntArray  # [N]
+    sampled_rows: IntArray  # [S]
+    sampled_tokens: IntArray  # [S], last token of each sampled row
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows, and tokens, of the first kind."""
+        return sum(span.count == 1 and span.tier == "gpu" for span in self.spans)
 
 
-def flatten(batch: Batch, page_tokens: int, device: torch.device) -> StepInput:
-    """Lay the rows end to end. Raises `EngineError` for a row whose pages cannot hold it."""
+def flatten(batch: Batch, page_tokens: int, previous: Mapping[str, int]) -> StepInput:
+    """Lay the rows end to end.
+
+    previous: row of each request in the step launched before. A pending token that is not there is
+    of a step that failed: any token will do, since nobody looks at what follows it. Raises
+    `EngineError` for a row whose pages cannot hold it.
+    """
+    order = sorted(range(len(batch.rows)), key=lambda index: _kind(batch.rows[index]))
+    rows = [batch.rows[index] for index in order]
     spans: list[Span] = []
-    tokens = np.empty(batch.num_tokens, dtype=np.int64)
+    tokens = np.zeros(batch.num_tokens, dtype=np.int64)
+    sources = np.full(batch.num_tokens, -1, dtype=np.int64)
     positions = np.empty(batch.num_tokens, dtype=np.int64)
     first = 0
-    for row in batch.rows:
+    for row in rows:
         count = len(row.tokens)
         if count == 0 or len(row.pages) * page_tokens < row.end:
             raise EngineError(
                 f"request {row.request_id}: {count} tokens up to position {row.end} "
                 f"in {len(row.pages)} pages of {page_tokens}"
             )
-        tokens[first : first + count] = row.tokens
+        if row.tokens[0] != PENDING:
+            tokens[first : first + count] = row.tokens
+        else:
+            sources[first] = previous.get(row.request_id, 0)
         positions[first : first + count] = np.arange(row.start, row.end)
         spans.append(Span(first, count, row.start, row.pages, row.tier))
         first += count
-    sampled_rows = [index for index, row in enumerate(batch.rows) if row.sample]
-    last = [spans[index].first + spans[index].count - 1 for index in sampled_rows]
+    sampled = [index for index, row in enumerate(rows) if row.sample]
+    last = [spans[index].first + spans[index].count - 1 for index in sampled]
     return StepInput(
-        tokens=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        rows=rows,
+        order=order,
         spans=spans,
-        sampled_rows=sampled_rows,
-        sampled_tokens=torch.tensor(last, dtype=torch.int64, device=device),
+        tokens=tokens,
+        sources=sources,
+        positions=positions,
+        sampled_rows=_array(sampled),
+        sampled_tokens=_array(last),
     )
+
+
+def _kind(row: BatchRow) -> int:
+    if row.tier == "host":
+        return 2
+    return 0 if len(row.tokens) == 1 else 1
+
+
+def _array(values: Sequence[Any]) -> IntArray:
+    return np.asarray(values, dtype=np.int64)

@@ -217,7 +217,7 @@ class CpuScheduler(SchedulerBase):
             tier="host",
             sample=True,
             params=state.params,
-            banned_ids=state.banned_ids,
+            banned_ids=state.banned_ids(),
         )
 
     # -- commit ----------------------------------------------------------------------------------

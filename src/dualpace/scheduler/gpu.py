@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import logging
 
+from dualpace.core.errors import StepTooLargeError
 from dualpace.core.messages import CPU, FRONTEND, AnyMessage, Failed, Submit, TokenEvent
 from dualpace.core.plan import Batch, CopyJob
 from dualpace.core.request import RequestState
@@ -24,7 +25,10 @@ VIEWED_HOST_ROWS = 16  # how many of the oldest host rows a policy sees
 
 
 class GpuScheduler(SchedulerBase):
-    """Decides nothing itself: `policy` does. Runs each row in at most one step at a time."""
+    """Decides nothing itself: `policy` does.
+
+    Plans ahead: a row of a launched step may take part in the next one before its token is known.
+    """
 
     def __init__(
         self, policy: Policy, pages: int, page_tokens: int, max_rows: int, max_tokens: int
@@ -34,6 +38,7 @@ class GpuScheduler(SchedulerBase):
         self.page_tokens = page_tokens
         self.max_rows = max_rows
         self.max_tokens = max_tokens
+        self.step_tokens = max_tokens  # fewer for a while after a step that was too large
         self.rows: dict[str, Row] = {}
         self.queue: list[Row] = []  # WAITING, in arrival order
         self.ledger = TransferLedger()
@@ -61,7 +66,7 @@ class GpuScheduler(SchedulerBase):
         row.phase = Phase.WAITING
         row.tier = "gpu"
         row.computed = 0
-        row.step = None
+        row.forget_steps()
         row.host_pages = []
         self.drop_table(row)
         bisect.insort(self.queue, row, key=by_arrival)
@@ -114,7 +119,7 @@ class GpuScheduler(SchedulerBase):
         """The books as the policy may see them."""
         by_phase: dict[Phase, list[Row]] = {phase: [] for phase in Phase}
         for row in self.rows.values():
-            if row.phase is not Phase.WAITING:
+            if row.phase is not Phase.WAITING and not _ends_by_itself(row):
                 by_phase[row.phase].append(row)
         for phase in (Phase.DECODE, Phase.PREFILL, Phase.REMOTE):
             by_phase[phase].sort(key=by_arrival)
@@ -124,7 +129,7 @@ class GpuScheduler(SchedulerBase):
             pages_total=self.pool.total,
             pages_free=self.pool.free,
             max_rows=self.max_rows,
-            max_tokens=self.max_tokens,
+            max_tokens=self.step_tokens,
             decoding=tuple(row.view() for row in by_phase[Phase.DECODE]),
             prefilling=tuple(row.view() for row in by_phase[Phase.PREFILL]),
             waiting=tuple(row.view() for row in self.queue[: self.max_rows]),
@@ -152,19 +157,25 @@ class GpuScheduler(SchedulerBase):
 
     def build(self, prefill: tuple[tuple[str, int], ...]) -> Batch | None:
         """The step: every decoding row that has (or gets) a page, then the prompts' chunks."""
-        decoding = [row for row in self.rows.values() if row.phase is Phase.DECODE]
+        decoding = [
+            row
+            for row in self.rows.values()
+            if row.phase is Phase.DECODE and not _ends_by_itself(row)
+        ]
         decoding.sort(key=by_arrival)  # where pages are short, the oldest grow
         parts = [(row, 1) for row in decoding if self._has_room(row)]
         for request_id, count in prefill:
             row = self.rows[request_id]
             if row.phase is Phase.PREFILL:
                 parts.append((row, count))
+        if self.step_tokens < self.max_tokens:
+            parts = _first_tokens(parts, self.step_tokens)
         if not parts:
             return None
         self.steps += 1
         batch = Batch(self.steps, tuple(row.batch_row(count) for row, count in parts))
-        for row, _ in parts:
-            row.step = batch.number
+        for (row, _), part in zip(parts, batch.rows, strict=True):
+            row.launched(batch.number, part)
             if row.tier == "host":
                 self.ledger.begin_use(row.id)
         self.hold_for_step(batch.number, (row.table for row, _ in parts if row.table is not None))
@@ -179,37 +190,50 @@ class GpuScheduler(SchedulerBase):
 
     def commit(self, batch: Batch, tokens: list[int | None]) -> None:
         self._let_go(batch)
+        self.step_tokens = min(2 * self.step_tokens, self.max_tokens)
         for part, token in zip(batch.rows, tokens, strict=True):
             row = self.rows.get(part.request_id)
-            if row is None or row.step != batch.number:
+            if row is None or batch.number not in row.steps:
                 continue  # it ended, or was preempted, while the step ran
-            row.step = None
-            row.computed = part.end
+            row.steps.remove(batch.number)
             if token is not None:
+                row.pending -= 1
                 self.append(row, token)
 
     def append(self, row: Row, token: int) -> None:
-        """The row's next token: emit it, then end the row, pass it on, or let it decode."""
+        """The row's next token: emit it, then end the row, pass it on, or let it go on."""
         state = row.state
         state.output.append(token)
         finish = state.finish_reason
         self.emit_token(TokenEvent(row.id, state.epoch, len(state.output) - 1, token, finish))
         if finish is not None:
             self.end(row)
-        elif row.tier == "host":
+        elif row.phase is Phase.LANDING:
             self.mover.hand_off(row)
-        else:
-            row.phase = Phase.DECODE
+        elif row.phase is Phase.DEMOTING:
+            self.mover.store_when_still(row)
 
     def fail(self, batch: Batch, error: Exception) -> None:
-        logger.error("step %d failed: %s", batch.number, error, exc_info=error)
         self._let_go(batch)
+        rows = []
         for part in batch.rows:
             row = self.rows.get(part.request_id)
-            if row is not None and row.step == batch.number:
-                reason = f"the GPU engine failed in a step: {error}"
-                self.send(FRONTEND, Failed(row.id, row.state.epoch, reason))
-                self.end(row)
+            if row is not None and batch.number in row.steps:
+                rows.append((row, part))
+        if isinstance(error, StepTooLargeError) and batch.num_tokens > 1:
+            # Halved until it fits, or until one row alone is to blame.
+            self.step_tokens = batch.num_tokens // 2
+            logger.warning("step %d: %s; retried in smaller steps", batch.number, error)
+            for row, part in rows:
+                row.rewind(part)
+                if row.phase is Phase.DEMOTING:
+                    self.mover.store_when_still(row)
+            return
+        logger.error("step %d failed: %s", batch.number, error, exc_info=error)
+        for row, _ in rows:
+            reason = f"the GPU engine failed in a step: {error}"
+            self.send(FRONTEND, Failed(row.id, row.state.epoch, reason))
+            self.end(row)
 
     def _let_go(self, batch: Batch) -> None:
         self.step_ended(batch.number)
@@ -236,3 +260,19 @@ class GpuScheduler(SchedulerBase):
             raise AssertionError("the waiting queue does not hold the waiting rows")
         if not self.rows and not self.mover.ending:
             self.pool.check_integrity(idle=True)
+
+
+def _ends_by_itself(row: Row) -> bool:
+    """A row that needs no further step on the GPU: its last token is on its way."""
+    return row.phase is Phase.DECODE and row.at_length
+
+
+def _first_tokens(parts: list[tuple[Row, int]], limit: int) -> list[tuple[Row, int]]:
+    """The first `limit` positions of a step's parts."""
+    first = []
+    for row, count in parts:
+        count = min(count, limit)
+        limit -= count
+        if count:
+            first.append((row, count))
+    return first

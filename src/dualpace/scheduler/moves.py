@@ -106,7 +106,7 @@ class Mover:
         row.host_length = state.num_tokens
 
     def _ask_for_pages(self, row: Row) -> None:
-        tokens = row.state.num_tokens + 1
+        tokens = row.num_tokens + 1
         row.host_knows = True
         self.host_pages_free -= pages_for(tokens, self.gpu.page_tokens)
         self.gpu.send(CPU, Reserve(row.id, row.state.epoch, tokens))
@@ -120,13 +120,13 @@ class Mover:
             row.phase = Phase.PREFILL
             row.tier = "host"
         else:
-            self._store(row)
+            self.store_when_still(row)
 
     def _denied(self, deny: Deny) -> None:
         self.host_denied = True
         row = self._row(deny.request_id, deny.epoch, Phase.RESERVING, Phase.DEMOTING)
         if row is not None:
-            self.host_pages_free += pages_for(row.state.num_tokens + 1, self.gpu.page_tokens)
+            self.host_pages_free += pages_for(row.num_tokens + 1, self.gpu.page_tokens)
             if row.phase is Phase.DEMOTING:
                 self.gpu.moves["preempted"] += 1
             self.gpu.enqueue(row)
@@ -138,7 +138,10 @@ class Mover:
         row.phase = Phase.DEMOTING
         self._ask_for_pages(row)
 
-    def _store(self, row: Row) -> None:
+    def store_when_still(self, row: Row) -> None:
+        """Start the copy once the host pages are granted and no launched step writes its KV."""
+        if not row.host_pages or row.steps:
+            return
         count = pages_for(row.computed, self.gpu.page_tokens)
         assert row.table is not None
         self._copy(row.id, "store", row.table, row.table.pages[:count], row.host_pages[:count])
@@ -296,7 +299,7 @@ class Mover:
             if row.phase in (Phase.REMOTE, Phase.RECALLING):
                 lost.append((row.id, row.state.epoch + 2))
                 self.gpu.end(row)
-            elif row.phase is Phase.RESERVING or (
+            elif row.phase in (Phase.RESERVING, Phase.LANDING) or (
                 row.phase is Phase.PREFILL and row.tier == "host"
             ):
                 self.gpu.enqueue(row)

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from dualpace.core.plan import Batch, BatchRow, CopyJob, Tier
+from dualpace.core.plan import PENDING, Batch, BatchRow, CopyJob, Tier
 from dualpace.sim.clock import VirtualClock
 
 Outcome = TypeVar("Outcome")
@@ -30,9 +30,9 @@ class SimulatedMemory:
     def page(self, tier: Tier, page: int) -> list[int]:
         return self._pages.setdefault((tier, page), [-1] * self.page_tokens)
 
-    def write(self, row: BatchRow) -> None:
+    def write(self, row: BatchRow, tokens: list[int]) -> None:
         """The step's KV goes to the row's pages."""
-        for position, token in enumerate(row.tokens, row.start):
+        for position, token in enumerate(tokens, row.start):
             page, slot = divmod(position, self.page_tokens)
             self.page(row.tier, row.pages[page])[slot] = token
 
@@ -62,22 +62,26 @@ class SimulatedTicket(Generic[Outcome]):
     """Done when its time has come; what it does happens then."""
 
     def __init__(self) -> None:
-        self._outcome: list[Outcome] = []
+        self._outcome: list[Outcome | Exception] = []
 
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: Outcome | Exception) -> None:
         self._outcome.append(outcome)
 
     def done(self) -> bool:
         return bool(self._outcome)
 
     def result(self) -> Outcome:
-        return self._outcome[0]
+        outcome = self._outcome[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 class SimulatedExecutor:
     """Implements `core.plan.Executor`.
 
-    `step_time(batch)` and `copy_time(job)` give seconds; `wake` is called at each completion.
+    `step_time(batch)` and `copy_time(job)` give seconds; `wake` is called at each completion;
+    `failure(batch)` may give an error that the step ends with instead of computing anything.
     Steps run one after the other, copies beside them. Without `memory` every token is the same.
     """
 
@@ -88,12 +92,15 @@ class SimulatedExecutor:
         step_time: Callable[[Batch], float],
         copy_time: Callable[[CopyJob], float],
         wake: Callable[[], None],
+        failure: Callable[[Batch], Exception | None] = lambda batch: None,
     ) -> None:
         self._clock = clock
         self._memory = memory
         self._step_time = step_time
         self._copy_time = copy_time
         self._wake = wake
+        self._failure = failure
+        self._sampled: dict[str, int] = {}  # by the step that ended last
         self._free_at = 0.0
         self._closed = False
 
@@ -104,7 +111,7 @@ class SimulatedExecutor:
         def complete() -> None:
             if self._closed:
                 return
-            ticket.finish([self._compute(row) for row in batch.rows])
+            ticket.finish(self._failure(batch) or self._compute(batch))
             self._wake()
 
         self._clock.at(self._free_at, complete)
@@ -128,8 +135,17 @@ class SimulatedExecutor:
         """As when its process is killed: what is under way never completes."""
         self._closed = True
 
-    def _compute(self, row: BatchRow) -> int | None:
+    def _compute(self, batch: Batch) -> list[int | None]:
         if self._memory is None:
-            return UNCHECKED_TOKEN if row.sample else None
-        self._memory.write(row)
-        return next_token(self._memory.read(row)) if row.sample else None
+            return [UNCHECKED_TOKEN if row.sample else None for row in batch.rows]
+        for row in batch.rows:
+            # The step before may have failed, and this one be garbage that nobody will look at.
+            last = self._sampled.get(row.request_id, UNCHECKED_TOKEN)
+            self._memory.write(row, [last] if row.tokens == [PENDING] else row.tokens)
+        tokens = [next_token(self._memory.read(row)) if row.sample else None for row in batch.rows]
+        self._sampled = {
+            row.request_id: token
+            for row, token in zip(batch.rows, tokens, strict=True)
+            if token is not None
+        }
+        return tokens

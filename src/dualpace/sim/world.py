@@ -39,6 +39,7 @@ class Hardware:
     """How long things take, in seconds, and how many pages there are.
 
     `delay(sender, to)` is a message's travel time; from a process to itself, its time to wake.
+    `gpu_failure(batch)` may give the error with which a step of the GPU engine ends.
     """
 
     gpu_pages: int
@@ -49,6 +50,7 @@ class Hardware:
     delay: Callable[[str, str], float]
     page_tokens: int = 32
     restart: float = 1.0
+    gpu_failure: Callable[[Batch], Exception | None] = lambda batch: None
 
 
 @dataclass
@@ -112,6 +114,7 @@ class World:
         max_tokens: int = 2048,
         *,
         check_kv: bool = True,
+        gpu_depth: int = 2,
     ) -> None:
         self.hardware = hardware
         self.policy = policy
@@ -124,7 +127,9 @@ class World:
         self.gpu_scheduler = GpuScheduler(
             policy, hardware.gpu_pages, hardware.page_tokens, max_rows, max_tokens
         )
-        self.gpu = self._engine(GPU, self.gpu_scheduler, hardware.gpu_step)
+        self.gpu = self._engine(
+            GPU, self.gpu_scheduler, hardware.gpu_step, hardware.gpu_failure, gpu_depth
+        )
         self._start_cpu()
 
     # -- what happens, and when ------------------------------------------------------------------
@@ -181,6 +186,8 @@ class World:
         name: str,
         scheduler: GpuScheduler | CpuScheduler,
         step_time: Callable[[Batch], float],
+        failure: Callable[[Batch], Exception | None] = lambda batch: None,
+        depth: int = 1,
     ) -> Engine:
         def turn() -> None:
             engine.turn()
@@ -190,8 +197,10 @@ class World:
             self.clock.at(self.clock.now + self.hardware.delay(name, name), turn)
 
         port = self.network.port(name, notice)
-        executor = SimulatedExecutor(self.clock, self.memory, step_time, self.hardware.copy, turn)
-        loop = EngineLoop(scheduler, executor, port, self.clock)
+        executor = SimulatedExecutor(
+            self.clock, self.memory, step_time, self.hardware.copy, turn, failure
+        )
+        loop = EngineLoop(scheduler, executor, port, self.clock, depth)
         engine = Engine(loop, port, executor)
         return engine
 

@@ -1,0 +1,177 @@
+"""Paged attention on FlashInfer for rows whose KV lies in the GPU's pool.
+
+Decodes go through its tensor-core decode kernel, chunks of prompts through its prefill kernel.
+Knows block tables and positions; KV has been written into the pages before `run` is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualpace.core.errors import EngineError, HardwareError
+from dualpace.core.model_spec import ModelSpec
+from dualpace.gpu.step_input import Span
+
+WORKSPACE_BYTES = 256 * 2**20  # partial results of split contexts, for both kernels
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class BlockTables:
+    """Block tables of rows laid end to end, as FlashInfer wants them; int32."""
+
+    indptr: Int32Array  # [rows + 1]
+    indices: Int32Array  # [pages]
+    last_page_len: Int32Array  # [rows]
+    pages: Int32Array  # [tokens], page that each of the rows' tokens is written to
+    offsets: Int32Array  # [tokens], place in that page
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], page_tokens: int, pool_pages: int) -> BlockTables:
+        """Raises `EngineError` for a page outside the pool, which would end the process."""
+        used = [-(-span.end // page_tokens) for span in spans]
+        indices = np.fromiter(
+            (page for span, count in zip(spans, used, strict=True) for page in span.pages[:count]),
+            dtype=np.int32,
+            count=sum(used),
+        )
+        if indices.size and (indices.min() < 0 or indices.max() >= pool_pages):
+            raise EngineError(f"a page outside the gpu pool of {pool_pages} pages")
+        indptr = np.zeros(len(spans) + 1, dtype=np.int32)
+        np.cumsum(used, out=indptr[1:])
+        ends = np.array([span.end for span in spans], dtype=np.int32)
+        counts = np.array([span.count for span in spans], dtype=np.int32)
+        rows = np.repeat(np.arange(len(spans)), counts)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = (ends - counts)[rows] + within
+        return cls(
+            indptr=indptr,
+            indices=indices,
+            last_page_len=(ends - 1) % page_tokens + 1,
+            pages=indices[indptr[rows] + positions // page_tokens],
+            offsets=(positions % page_tokens).astype(np.int32),
+        )
+
+    def padded(self, rows: int, page: int) -> BlockTables:
+        """With decodes of one token in `page` added until there are `rows`."""
+        more = rows - len(self.last_page_len)
+        end = self.indptr[-1]
+        return BlockTables(
+            indptr=np.append(self.indptr, np.arange(end + 1, end + 1 + more)).astype(np.int32),
+            indices=np.append(self.indices, np.full(more, page, np.int32)),
+            last_page_len=np.append(self.last_page_len, np.ones(more, np.int32)),
+            pages=np.append(self.pages, np.full(more, page, np.int32)),
+            offsets=np.append(self.offsets, np.zeros(more, np.int32)),
+        )
+
+
+class HandOver:
+    """Keeps a library's pinned buffer from being rewritten before its copy is done.
+
+    `plan` of a FlashInfer wrapper fills a pinned buffer of its own and copies it asynchronously.
+    """
+
+    def __init__(self) -> None:
+        self._copied: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Before the next plan: its predecessor's copy has been made."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def record(self) -> None:
+        """After a plan, on its stream."""
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+
+class DecodeAttention:
+    """One query token a row. With `rows`, for that many rows inside a CUDA graph."""
+
+    def __init__(
+        self, spec: ModelSpec, page_tokens: int, workspace: Tensor, rows: int = 0, pages: int = 0
+    ) -> None:
+        """workspace: uint8, may be shared by what never runs at once; pages: most that the tables
+        of a graph's rows name."""
+        wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper
+        buffers = {}
+        if rows:
+            device = workspace.device
+            buffers = {
+                "paged_kv_indptr_buffer": torch.zeros(rows + 1, dtype=torch.int32, device=device),
+                "paged_kv_indices_buffer": torch.zeros(pages, dtype=torch.int32, device=device),
+                "paged_kv_last_page_len_buffer": torch.ones(rows, dtype=torch.int32, device=device),
+            }
+        self._wrapper = wrapper(
+            workspace, "HND", use_cuda_graph=rows > 0, use_tensor_cores=True, **buffers
+        )
+        self._spec = spec
+        self._page_tokens = page_tokens
+        self._hand_over = HandOver()
+
+    def plan(self, tables: BlockTables, indices: Tensor, dtype: torch.dtype) -> None:
+        """indices: `tables.indices` on the device."""
+        self._hand_over.wait()
+        self._wrapper.plan(
+            pinned(tables.indptr), indices, pinned(tables.last_page_len),
+            self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
+            q_data_type=dtype, kv_data_type=dtype,
+        )  # fmt: skip
+        self._hand_over.record()
+
+    def run(self, query: Tensor, pool: Tensor, out: Tensor) -> None:
+        """query, out: [rows, heads, D]; pool: [pages, 2, kv_heads, page_tokens, D]."""
+        self._wrapper.run(query, pool, out=out)
+
+
+class PrefillAttention:
+    """Chunks of prompts, causal, each seeing what is before it in its pages."""
+
+    def __init__(self, spec: ModelSpec, page_tokens: int, workspace: Tensor) -> None:
+        self._wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._spec = spec
+        self._page_tokens = page_tokens
+        self._hand_over = HandOver()
+
+    def plan(
+        self, counts: Sequence[int], tables: BlockTables, indices: Tensor, dtype: torch.dtype
+    ) -> None:
+        """counts: query tokens of each row; indices: `tables.indices` on the device."""
+        starts = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
+        self._hand_over.wait()
+        self._wrapper.plan(
+            pinned(starts), pinned(tables.indptr), indices, pinned(tables.last_page_len),
+            self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
+            causal=True, q_data_type=dtype, kv_data_type=dtype,
+        )  # fmt: skip
+        self._hand_over.record()
+
+    def run(self, query: Tensor, pool: Tensor, out: Tensor) -> None:
+        """query, out: [tokens, heads, D]; pool: [pages, 2, kv_heads, page_tokens, D]."""
+        self._wrapper.run(query, pool, out=out)
+
+
+def flashinfer() -> Any:
+    """The library. Raises `HardwareError` naming the extra that installs it."""
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise HardwareError(
+            "a GPU in bfloat16 needs FlashInfer: pip install 'dualpace[cuda]' "
+            f"(importing it failed: {error})"
+        ) from error
+    return flashinfer
+
+
+def pinned(array: npt.NDArray[Any]) -> Tensor:
+    """In fresh pinned memory, from which an asynchronous copy may start."""
+    return torch.from_numpy(array).pin_memory()

@@ -1,0 +1,255 @@
+"""The fast paths of a CUDA device in bfloat16, against transformers, torch and each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from dualpace.core.config import EngineConfig
+from dualpace.core.plan import PENDING, Batch, BatchRow
+from dualpace.core.sampling import DecodeParams
+from dualpace.gpu.executor import TorchExecutor
+from dualpace.gpu.runner import ModelRunner
+from dualpace.gpu.sampler import sample
+from dualpace.gpu.step_input import flatten
+from dualpace.models.registry import ModelSource
+from dualpace.models.spec import load_spec
+from dualpace.models.weights import iter_weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PAGE_TOKENS = 32
+SHAPE = dict(
+    vocab_size=640, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+    num_attention_heads=8, num_key_value_heads=2, head_dim=128, max_position_embeddings=512,
+    initializer_range=0.15,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(source, transformers' model in float32 with weights that bfloat16 can hold)"""
+    torch.manual_seed(5)
+    reference: Any
+    if request.param == "llama":
+        reference = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    else:
+        reference = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+        for name, parameter in reference.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    reference = reference.bfloat16()
+    folder = tmp_path_factory.mktemp(request.param)
+    reference.save_pretrained(folder)
+    return ModelSource(Path(folder), "hf"), reference.float().eval().cuda()
+
+
+@pytest.fixture(scope="module")
+def config(model: Any) -> EngineConfig:
+    spec = load_spec(model[0])
+    return EngineConfig(
+        model="tiny", load_format="auto", dtype="bfloat16", device="cuda", policy="gpu-only",
+        max_model_len=512, max_num_seqs=24, max_num_batched_tokens=512, steps_in_flight=2,
+        page_tokens=PAGE_TOKENS, page_bytes=spec.page_bytes(PAGE_TOKENS, 2), gpu_pages=120,
+        gpu_memory_utilization=0.5, gpu_threads=1, host_pages=0, cpu_ids=(0,), cpu_isa="auto",
+        seed=0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runner(model: Any, config: EngineConfig) -> Iterator[ModelRunner]:
+    source = model[0]
+    spec = load_spec(source)
+    with torch.inference_mode():
+        yield ModelRunner(config, spec, iter_weights(source, spec, "bfloat16"), None)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(seed).integers(0, 640, length)]
+
+
+def row(
+    name: str, tokens: list[int], start: int, pages: list[int], sample: bool = True, **params: Any
+) -> BatchRow:
+    settings = DecodeParams(**{"temperature": 0.0, **params})
+    return BatchRow(name, tokens, start, pages, "gpu", sample, settings)
+
+
+def pages_of(index: int) -> list[int]:
+    """Four pages of the pool, out of order, for request `index`."""
+    return [4 * index + 2, 4 * index, 4 * index + 3, 4 * index + 1]
+
+
+def logits_of(runner: ModelRunner, rows: list[BatchRow]) -> torch.Tensor:
+    """Eager logits, in the order of the rows, which are one kind."""
+    step = flatten(Batch(1, tuple(rows)), PAGE_TOKENS, {})
+    return runner._model.forward(step, runner._sampled)[0].float()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def test_logits_are_as_near_to_float32_as_transformers_own_bfloat16(
+    runner: ModelRunner, model: Any
+) -> None:
+    wide = model[1]
+    prompts = [prompt(length, length) for length in (1, 31, 32, 33, 100, 127)]
+    narrow = type(wide)(wide.config).cuda().bfloat16()
+    narrow.load_state_dict(wide.state_dict())
+    with torch.inference_mode():
+        exact = torch.stack([wide(torch.tensor([ids]).cuda()).logits[0, -1] for ids in prompts])
+        rough = torch.stack([narrow(torch.tensor([ids]).cuda()).logits[0, -1] for ids in prompts])
+    whole = logits_of(
+        runner, [row(f"r{i}", ids, 0, pages_of(i)) for i, ids in enumerate(prompts[1:], 1)]
+    )
+    limit = 1.5 * distance(rough.float(), exact)
+    assert distance(whole, exact[1:]) < limit
+    # In chunks, beside decodes of one token.
+    logits_of(runner, [row(f"r{i}", ids[:20], 0, pages_of(i)) for i, ids in enumerate(prompts)
+                       if len(ids) > 20])  # fmt: skip
+    rest = [
+        row("r0", prompts[0], 0, pages_of(0)),
+        *(row(f"r{i}", ids[20:], 20, pages_of(i)) for i, ids in enumerate(prompts[1:], 1)),
+    ]
+    assert distance(logits_of(runner, rest), exact) < limit
+
+
+def fill(runner: ModelRunner, lengths: list[int]) -> list[BatchRow]:
+    """Prefill prompts of these lengths; returns the next decode row of each."""
+    prompts = [prompt(length, 50 + i) for i, length in enumerate(lengths)]
+    runner.launch(
+        Batch(1, tuple(row(f"r{i}", p, 0, pages_of(i), False) for i, p in enumerate(prompts)))
+    ).result()
+    return [row(f"r{i}", [7 + i], length, pages_of(i)) for i, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9, 17, 24])
+def test_graphs_compute_what_eager_steps_compute(runner: ModelRunner, rows: int) -> None:
+    decodes = fill(runner, [1 + (37 * i) % 120 for i in range(rows)])
+    eager = logits_of(runner, decodes)
+    assert runner._graphs is not None
+    step = flatten(Batch(2, tuple(decodes)), PAGE_TOKENS, {})
+    assert runner._graphs.takes(step)
+    runner._sampled.fill_(-1)
+    graphed = runner._graphs.run(step).float()
+    assert distance(graphed, eager) < 5e-3
+    assert torch.equal(runner._sampled[:rows], graphed.argmax(-1))
+
+
+def test_the_drawing_kernel_draws_what_the_sampler_draws() -> None:
+    from dualpace.gpu.triton_kernels import draw
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows, vocab = 64, 128_256
+    logits = torch.randn(rows, vocab, device="cuda", generator=generator).bfloat16() * 4
+    logits[3, 9] = float("nan")
+    logits[5] = 1.0  # all equal: the lowest id wins
+    params = [
+        DecodeParams(temperature=[0.0, 0.3, 1.0, 2.5][i % 4], seed=2**64 - 1 - i * 2**57)
+        for i in range(rows)
+    ]
+    positions = [i * 1733 for i in range(rows)]
+    drawn = draw(
+        logits,
+        torch.tensor([p.temperature for p in params], dtype=torch.float64, device="cuda"),
+        torch.from_numpy(np.array([p.seed for p in params], np.uint64).view(np.int64)).cuda(),
+        torch.tensor(positions, device="cuda"),
+    )
+    assert torch.equal(drawn, sample(logits.float(), params, positions, [()] * rows))
+
+
+def test_steps_launched_ahead_of_a_slow_device_compute_what_an_unhurried_one_computes(
+    runner: ModelRunner,
+) -> None:
+    """Ten steps are launched while the first still waits: their tables, tokens and plans must not
+    overwrite each other's."""
+    lengths = [5, 40, 77, 100]
+
+    def decode(ahead: bool) -> list[list[int | None]]:
+        decodes = fill(runner, lengths)
+        launched = []
+        outcomes: list[list[int | None]] = []
+        if ahead:
+            torch.cuda._sleep(2_000_000_000)
+        for step in range(10):
+            # A short prompt joins every third step, which is then not a graph's.
+            extra = [row("x", prompt(9, step), 0, pages_of(20), False)] if step % 3 == 2 else []
+            launched.append(runner.launch(Batch(2 + step, (*decodes, *extra))))
+            if not ahead:
+                outcomes.append(launched[-1].result())
+            decodes = [
+                msgspec.structs.replace(
+                    part,
+                    tokens=[PENDING] if ahead else [outcomes[-1][i]],  # type: ignore[list-item]
+                    start=part.start + 1,
+                    params=DecodeParams(temperature=0.7, seed=i),
+                )
+                for i, part in enumerate(decodes)
+            ]
+        return [step.result() for step in launched]
+
+    assert decode(ahead=True) == decode(ahead=False)
+
+
+def test_rows_with_special_rules_keep_them_in_a_graph(runner: ModelRunner) -> None:
+    decodes = fill(runner, [30, 60, 90])
+    free = runner.launch(Batch(2, tuple(decodes))).result()
+    banned = tuple(
+        msgspec.structs.replace(part, banned_ids=(int(token),)) if i != 1 else part
+        for i, (part, token) in enumerate(zip(decodes, free, strict=True))
+        if token is not None
+    )
+    held = runner.launch(Batch(3, banned)).result()
+    assert held[1] == free[1]
+    assert held[0] != free[0]
+    assert held[2] != free[2]
+
+
+def test_out_of_memory_frees_the_step_and_the_next_one_runs(
+    model: Any, config: EngineConfig, make_ballast: Callable[[], torch.Tensor]
+) -> None:
+    from dualpace.core.errors import StepTooLargeError
+
+    source = model[0]
+    spec = load_spec(source)
+    executor = TorchExecutor(
+        config, spec, iter_weights(source, spec, "bfloat16"), arena=None, wake=lambda: None
+    )
+    long = Batch(1, tuple(row(f"r{i}", prompt(100, i), 0, pages_of(i)) for i in range(5)))
+    expected = executor.launch(long).result()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    ballast = make_ballast()
+    with pytest.raises(StepTooLargeError):
+        executor.launch(long).result()
+    del ballast
+    assert executor.launch(long).result() == expected
+    executor.close()
+
+
+@pytest.fixture
+def make_ballast() -> Callable[[], torch.Tensor]:
+    """Takes nearly all memory that is free."""
+
+    def make() -> torch.Tensor:
+        free, _ = torch.cuda.mem_get_info()
+        parts = []
+        size = free
+        while size >= 2**18:
+            try:
+                parts.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                size //= 2
+        return parts  # type: ignore[return-value]
+
+    return make
