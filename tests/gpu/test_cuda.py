@@ -16,6 +16,7 @@ from dualpace.core.config import EngineConfig
 from dualpace.core.plan import PENDING, Batch, BatchRow
 from dualpace.core.sampling import DecodeParams
 from dualpace.gpu.executor import TorchExecutor
+from dualpace.gpu.flashinfer_model import FlashInferModel
 from dualpace.gpu.runner import ModelRunner
 from dualpace.gpu.sampler import sample
 from dualpace.gpu.step_input import flatten
@@ -47,10 +48,12 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for name, parameter in reference.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    reference = reference.bfloat16()
+    # Only the parameters: `Module.bfloat16` would round the rotary frequencies as well.
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.bfloat16().float()
     folder = tmp_path_factory.mktemp(request.param)
     reference.save_pretrained(folder)
-    return ModelSource(Path(folder), "hf"), reference.float().eval().cuda()
+    return ModelSource(Path(folder), "hf"), reference.eval().cuda()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ def config(model: Any) -> EngineConfig:
     spec = load_spec(model[0])
     return EngineConfig(
         model="tiny", load_format="auto", dtype="bfloat16", device="cuda", policy="gpu-only",
-        max_model_len=512, max_num_seqs=24, max_num_batched_tokens=512, steps_in_flight=2,
+        max_model_len=512, max_num_seqs=24, max_num_batched_tokens=2048, steps_in_flight=2,
         page_tokens=PAGE_TOKENS, page_bytes=spec.page_bytes(PAGE_TOKENS, 2), gpu_pages=120,
         gpu_memory_utilization=0.5, gpu_threads=1, host_pages=0, cpu_ids=(0,), cpu_isa="auto",
         seed=0,
@@ -92,7 +95,7 @@ def pages_of(index: int) -> list[int]:
 def logits_of(runner: ModelRunner, rows: list[BatchRow]) -> torch.Tensor:
     """Eager logits, in the order of the rows, which are one kind."""
     step = flatten(Batch(1, tuple(rows)), PAGE_TOKENS, {})
-    return runner._model.forward(step, runner._sampled)[0].float()
+    return runner._model.forward(step, runner._sampled).float()
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -104,8 +107,7 @@ def test_logits_are_as_near_to_float32_as_transformers_own_bfloat16(
 ) -> None:
     wide = model[1]
     prompts = [prompt(length, length) for length in (1, 31, 32, 33, 100, 127)]
-    narrow = type(wide)(wide.config).cuda().bfloat16()
-    narrow.load_state_dict(wide.state_dict())
+    narrow = type(wide).from_pretrained(model[0].path, dtype=torch.bfloat16).cuda()
     with torch.inference_mode():
         exact = torch.stack([wide(torch.tensor([ids]).cuda()).logits[0, -1] for ids in prompts])
         rough = torch.stack([narrow(torch.tensor([ids]).cuda()).logits[0, -1] for ids in prompts])
@@ -131,6 +133,26 @@ def fill(runner: ModelRunner, lengths: list[int]) -> list[BatchRow]:
         Batch(1, tuple(row(f"r{i}", p, 0, pages_of(i), False) for i, p in enumerate(prompts)))
     ).result()
     return [row(f"r{i}", [7 + i], length, pages_of(i)) for i, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("beside", [0, 3])
+@pytest.mark.parametrize("length", [2, 16, 17, 100, 250])
+def test_graphed_layers_compute_what_eager_layers_compute(
+    runner: ModelRunner, length: int, beside: int
+) -> None:
+    rows = fill(runner, [20 + i for i in range(beside)])
+    rows.append(row("p", prompt(length, 9), 0, [*pages_of(10), *pages_of(11)]))
+    assert isinstance(runner._model, FlashInferModel)
+    graphs = runner._model.graphs
+    assert graphs is not None
+    assert graphs.takes(length + beside)
+    graphed = logits_of(runner, rows)
+    runner._model.graphs = None
+    try:
+        eager = logits_of(runner, rows)
+    finally:
+        runner._model.graphs = graphs
+    assert distance(graphed, eager) < 5e-3
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 9, 17, 24])
@@ -225,7 +247,7 @@ def test_out_of_memory_frees_the_step_and_the_next_one_runs(
     executor = TorchExecutor(
         config, spec, iter_weights(source, spec, "bfloat16"), arena=None, wake=lambda: None
     )
-    long = Batch(1, tuple(row(f"r{i}", prompt(100, i), 0, pages_of(i)) for i in range(5)))
+    long = Batch(1, tuple(row(f"r{i}", prompt(100, i), 0, pages_of(i)) for i in range(20)))
     expected = executor.launch(long).result()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -8,7 +8,7 @@ have its own of each.
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,16 +18,16 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn import functional
 
+from dualpace.gpu.cuda_layers import Flow, TokenInputs
 from dualpace.gpu.draw import draw_arrays
 from dualpace.gpu.flashinfer_attention import BlockTables, DecodeAttention
 from dualpace.gpu.flashinfer_model import FlashInferModel
 from dualpace.gpu.gate import device_alone
 from dualpace.gpu.step_input import StepInput
-from dualpace.gpu.torch_model import with_previous
 from dualpace.gpu.upload import pack, padded, views
 
-logger = logging.getLogger(__name__)
-
+# Which of them has the faster kernels for a few rows differs from shape to shape.
+BLAS_LIBRARIES = ("cublas", "cublaslt")
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256)
 
 
@@ -37,6 +37,7 @@ class _Graph:
     attention: DecodeAttention
     inputs: Tensor  # uint8, arrays of `_arrays` behind each other
     logits: Tensor  # [rows, V]
+    seconds: float  # of a replay
 
 
 class DecodeGraphs:
@@ -78,7 +79,7 @@ class DecodeGraphs:
         packed = pack(arrays)
         graph.inputs[: len(packed)].copy_(packed, non_blocking=True)
         indices = views(graph.inputs, arrays)["indices"]
-        graph.attention.plan(tables, indices, self._model.weights.dtype)
+        graph.attention.plan(tables, indices)
         graph.graph.replay()
         return graph.logits[:rows]
 
@@ -100,18 +101,14 @@ class DecodeGraphs:
         }
 
     def _capture(self, rows: int) -> _Graph:
-        model = self._model
-        weights = model.weights
-        # Every row may name all pages; padding names the scratch page once a row.
+        layers, model = self._model.layers, self._model
+        weights = layers.weights
+        # The rows may name all pages between them; padding names the scratch page once a row.
         pages = self._scratch_page + rows
         attention = DecodeAttention(
-            model.spec, model.pools.page_tokens, model.workspace, rows, pages
+            layers.spec, model.pools.page_tokens, model.workspace, rows, pages
         )
-        nothing = StepInput(
-            rows=[], order=[], spans=[],
-            tokens=_none(), sources=_none(), positions=_none(),
-            sampled_rows=_none(), sampled_tokens=_none(),
-        )  # fmt: skip
+        nothing = StepInput([], [], [], *(np.empty(0, dtype=np.int64) for _ in range(5)))
         tables = BlockTables.of([], model.pools.page_tokens, 0).padded(rows, self._scratch_page)
         arrays = self._arrays(nothing, tables, rows)
         packed = pack(arrays)
@@ -119,35 +116,57 @@ class DecodeGraphs:
         inputs = torch.zeros(size, dtype=torch.uint8, device=weights.device)
         inputs[: len(packed)].copy_(packed)
         at = views(inputs, arrays)
-
-        def attend(layer: int, query: Tensor, qkv: Tensor) -> Tensor:
-            out = torch.empty_like(query)
-            attention.run(query, model.pools["gpu"][:, layer], out)
-            return out
+        tokens = TokenInputs(**{name: at[name] for name in TokenInputs.__dataclass_fields__})
 
         def body() -> Tensor:
             from dualpace.gpu.triton_kernels import draw
 
-            tokens = with_previous(at["tokens"], at["sources"], self._sampled)
-            hidden = model.layers(tokens, at["positions"], at["pages"], at["offsets"], attend)
+            flow = Flow.new(layers.spec, rows, weights.device)
+            layers.enter(tokens, self._sampled, flow)
+            for index in range(layers.spec.num_layers):
+                attention.run(flow.query, layers.pool[:, index], flow.attended)
+                hidden = layers.leave(index, tokens, flow)
             logits = functional.linear(hidden, weights.lm_head)
             drawn = draw(logits, at["temperatures"], at["seeds"], at["positions"] + 1)
             self._sampled[:rows] = drawn
             return logits
 
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            attention.plan(tables, at["indices"], weights.dtype)
-            body()  # kernels are compiled and libraries set up outside the capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            logits = body()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return _Graph(graph, attention, inputs, logits)
+        attention.plan(tables, at["indices"])
+        return min(
+            (self._capture_with(library, body, attention, inputs) for library in BLAS_LIBRARIES),
+            key=lambda graph: graph.seconds,
+        )
+
+    def _capture_with(
+        self, library: str, body: Callable[[], Tensor], attention: DecodeAttention, inputs: Tensor
+    ) -> _Graph:
+        """Captured with that library's matrix products, and timed."""
+        chosen = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library(library)
+        try:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                body()  # kernels are compiled and libraries set up outside the capture
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                logits = body()
+                graph.capture_end()
+                seconds = _replay_seconds(graph)
+            torch.cuda.current_stream().wait_stream(self._stream)
+        finally:
+            torch.backends.cuda.preferred_blas_library(chosen)
+        return _Graph(graph, attention, inputs, logits, seconds)
 
 
-def _none() -> npt.NDArray[np.int64]:
-    return np.empty(0, dtype=np.int64)
+def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """The shortest of a few replays, one of which is a warm-up."""
+    times: list[float] = []
+    for _ in range(4):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return min(times[1:])

@@ -117,13 +117,13 @@ class DecodeAttention:
         self._page_tokens = page_tokens
         self._hand_over = HandOver()
 
-    def plan(self, tables: BlockTables, indices: Tensor, dtype: torch.dtype) -> None:
+    def plan(self, tables: BlockTables, indices: Tensor) -> None:
         """indices: `tables.indices` on the device."""
         self._hand_over.wait()
         self._wrapper.plan(
             pinned(tables.indptr), indices, pinned(tables.last_page_len),
             self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
-            q_data_type=dtype, kv_data_type=dtype,
+            q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
         self._hand_over.record()
 
@@ -141,9 +141,7 @@ class PrefillAttention:
         self._page_tokens = page_tokens
         self._hand_over = HandOver()
 
-    def plan(
-        self, counts: Sequence[int], tables: BlockTables, indices: Tensor, dtype: torch.dtype
-    ) -> None:
+    def plan(self, counts: Sequence[int], tables: BlockTables, indices: Tensor) -> None:
         """counts: query tokens of each row; indices: `tables.indices` on the device."""
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
@@ -151,7 +149,7 @@ class PrefillAttention:
         self._wrapper.plan(
             pinned(starts), pinned(tables.indptr), indices, pinned(tables.last_page_len),
             self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
-            causal=True, q_data_type=dtype, kv_data_type=dtype,
+            causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
         self._hand_over.record()
 

@@ -21,6 +21,7 @@ from dualpace.gpu.decode_graphs import DecodeGraphs
 from dualpace.gpu.draw import draw_plain, draw_special
 from dualpace.gpu.flashinfer_model import FlashInferModel, fits
 from dualpace.gpu.kv_pools import KVPools, arena_pool, new_pool
+from dualpace.gpu.layer_graphs import LayerGraphs
 from dualpace.gpu.memory import largest_batch, measure_gpu_pages
 from dualpace.gpu.step_input import StepInput, flatten
 from dualpace.gpu.step_model import StepModel
@@ -111,7 +112,7 @@ class ModelRunner:
             logits = self._graphs.run(step)
             draw_special(step, logits, self._sampled)
         else:
-            logits, _ = self._model.forward(step, self._sampled)
+            logits = self._model.forward(step, self._sampled)
             if self._fast:
                 draw_plain(step, logits, self._sampled)
             draw_special(step, logits, self._sampled, everyone=not self._fast)
@@ -146,6 +147,9 @@ class ModelRunner:
     def _capture(self) -> DecodeGraphs | None:
         if not isinstance(self._model, FlashInferModel):
             return None
+        self._model.graphs = LayerGraphs(
+            self._model.layers, self._sampled, self._config.max_num_batched_tokens
+        )
         return DecodeGraphs(
             self._model, self._sampled, self._config.max_num_seqs, scratch_page=self.gpu_pages
         )

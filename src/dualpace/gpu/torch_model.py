@@ -21,7 +21,7 @@ class TorchModel:
         self._spec = spec
         self._attention = TorchAttention(pools, spec.group_size, weights.device)
 
-    def forward(self, step: StepInput, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, step: StepInput, previous: Tensor) -> Tensor:
         arrays = upload(
             {
                 "tokens": step.tokens,
@@ -37,7 +37,7 @@ class TorchModel:
             self._weights, self._spec, tokens, arrays["positions"], self._attention.run
         )
         sampled = hidden[arrays["sampled"]]
-        return torch.nn.functional.linear(sampled, self._weights.lm_head), tokens
+        return torch.nn.functional.linear(sampled, self._weights.lm_head)
 
 
 def with_previous(tokens: Tensor, sources: Tensor, previous: Tensor) -> Tensor:
