@@ -47,6 +47,10 @@ struct HardwareTiles {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(R) : "memory");
   }
 
+  static inline void fetch_to_write(const char* p) {
+    __asm__ volatile("prefetchw %0" : : "m"(*p));
+  }
+
   template <int C, int A, int B>
   static inline void multiply() {
     __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));

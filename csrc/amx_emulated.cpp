@@ -54,6 +54,8 @@ struct SoftwareTiles {
     }
   }
 
+  static void fetch_to_write(const char*) {}
+
   template <int C, int A, int B>
   static void multiply() {
     for (int i = 0; i < registers().rows[C]; ++i) {

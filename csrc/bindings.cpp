@@ -73,6 +73,8 @@ void linear(Engine& engine, const In<float, 2>& x, const AnyIn& weight,
         x.data() + i * k, layer.k,
         reinterpret_cast<char*>(a.data()) + i * stride * element_bytes(type));
   }
+  TileScratch scratch;
+  scratch.reserve(engine.kernels(), static_cast<int>(m), layer.k, layer.n);
   {
     const nb::gil_scoped_release release;
     engine.pool().run([&](int thread) {
@@ -80,7 +82,7 @@ void linear(Engine& engine, const In<float, 2>& x, const AnyIn& weight,
       pack_rows(layer, source, mine.begin, mine.end, 0, 1, 0);
       engine.pool().barrier();
       run_linear(engine.kernels(), layer, a.data(), stride, static_cast<int>(m), c.data(), columns,
-                 false, engine.pool());
+                 false, scratch, engine.pool());
     });
   }
   for (size_t i = 0; i < m; ++i) std::copy_n(c.data() + i * columns, n, out.data() + i * n);

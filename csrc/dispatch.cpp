@@ -66,6 +66,7 @@ const KernelTable* with_amx(const KernelTable* base) {
     copy.name = "amx";
     copy.activations[kBFloat16] = kBFloat16;
     copy.linear[kBFloat16] = amx_linear;
+    copy.on_tiles = true;
     return copy;
   }();
   return &table;
@@ -85,6 +86,7 @@ const KernelTable* emulated_amx() {
     copy.name = "amx_emulated";
     copy.activations[kBFloat16] = kBFloat16;
     copy.linear[kBFloat16] = amx_emulated_linear;
+    copy.on_tiles = true;
     return copy;
   }();
   return &table;

@@ -189,6 +189,7 @@ void LinearBench::set_input(const float* x, int m) {
                                          reinterpret_cast<char*>(in_.data()) +
                                              row * in_stride_ * element_bytes(activation_));
   }
+  scratch_.reserve(engine_.kernels(), m, k_, n_);
   tiles_.assign(static_cast<size_t>(engine_.pool().size()),
                 HugeFloats(swiglu_ ? rows * kSwigluPairs * 2 * kPanel : 0));
 }
@@ -199,10 +200,10 @@ double LinearBench::run(char* weights) {
   return timed(engine_.pool(), [&](int thread) {
     if (swiglu_) {
       run_swiglu(kernels, linear, in_.data(), in_stride_, m_, out_.data(), out_stride_,
-                 tiles_[static_cast<size_t>(thread)].data(), engine_.pool());
+                 tiles_[static_cast<size_t>(thread)].data(), scratch_, engine_.pool());
     } else {
       run_linear(kernels, linear, in_.data(), in_stride_, m_, out_.data(), out_stride_, false,
-                 engine_.pool());
+                 scratch_, engine_.pool());
     }
   });
 }

@@ -52,6 +52,7 @@ class LinearBench {
   size_t in_stride_, out_stride_;
   HugeFloats in_, out_;  // of the activation type, but the plain layer's output is float
   std::vector<HugeFloats> tiles_;
+  TileScratch scratch_;
 };
 
 // Paged attention of one batch over the layers of an arena.

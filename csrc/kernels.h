@@ -49,6 +49,13 @@ struct AttentionArgs {
   float* scratch;  // 64-byte aligned, attention_scratch_floats() long
 };
 
+// Activations and the part of k for kernels on tiles. Row r's values of step s, which is k from
+// 32 s on, lie at (r / 16) * tile + s * step + (r % 16) * row bytes.
+struct TileArgs {
+  size_t row, step, tile;
+  int first, last;  // the steps that are multiplied; the panels are whole
+};
+
 // c[m][16 * num_panels] = a[m][k] · panelsᵀ (+ bias) (+ c, if accumulate).
 struct LinearArgs {
   const void* a;  // rows `lda` elements apart, of KernelTable::activations; zero from k to kPad
@@ -61,6 +68,7 @@ struct LinearArgs {
   float* c;           // rows `ldc` floats apart
   size_t ldc;
   int accumulate;
+  TileArgs tiles;  // instead of lda, if KernelTable::on_tiles
 };
 
 struct KernelTable {
@@ -85,6 +93,9 @@ struct KernelTable {
   void (*store[kNumDTypes])(const float* x, int n, void* dst);
 
   void (*attention[kNumDTypes])(const AttentionArgs* args);
+
+  // True if linear[kBFloat16] works on tiles.
+  bool on_tiles = false;
 };
 
 const KernelTable* portable_kernels();

@@ -62,6 +62,10 @@ void LayerProgram::reserve(int num_rows) {
   tiles_.resize(static_cast<size_t>(pool_.size()));
   const size_t columns = static_cast<size_t>(num_rows) * kSwigluPairs * 2 * kPanel;
   for (auto& tile : tiles_) tile.resize(std::max(columns, padded(c.hidden_size)));
+  scratch_.reserve(kernels_, 2 * num_rows, c.hidden_size, c.vocab_size);
+  for (const Linear* linear : {&model_.layer(0).qkv, &model_.layer(0).o, &model_.layer(0).down}) {
+    scratch_.reserve(kernels_, num_rows, linear->k, linear->n);
+  }
   samplers_.resize(static_cast<size_t>(pool_.size()));
   for (Sampler& sampler : samplers_) sampler.reserve(c.vocab_size);
   capacity_ = num_rows;
@@ -111,7 +115,7 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
   const auto linear = [&](const Linear& weights, Rows& in, Rows& out, bool accumulate,
                           int count) {
     run_linear(kernels_, weights, in.data(), in.stride, count, out.row(0), out.stride, accumulate,
-               pool_);
+               scratch_, pool_);
     pool_.barrier();
   };
 
@@ -147,7 +151,7 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
     linear(layer.o, attended_, residual_, true, m);
     norm(layer.post_norm, false);
     run_swiglu(kernels_, layer.gate_up, normed_.data(), normed_.stride, m, hidden_.data(),
-               hidden_.stride, tile, pool_);
+               hidden_.stride, tile, scratch_, pool_);
     pool_.barrier();
     linear(layer.down, hidden_, residual_, true, m);
   }

@@ -66,6 +66,7 @@ class LayerProgram {
   // normed_, attended_ and hidden_ go into linear layers, in the type that the kernels take.
   Rows residual_, normed_, qkv_, attended_, hidden_, logits_, cosine_, sine_;
   std::vector<HugeFloats> tiles_;  // per thread: a normed row, or gate and up columns
+  TileScratch scratch_;
   int capacity_ = 0;
 };
 

@@ -13,15 +13,13 @@ float widen(uint16_t bits) {
   return x;
 }
 
-constexpr int kLinearPanels = 8;   // what a kernel call should have at least, where there are enough
-constexpr int kChunksPerThread = 6;  // so that a slow thread holds the others up by little
+constexpr int kLinearPanels = 8;  // what a kernel call should have at least, where there are enough
+constexpr int kPartsPerThread = 6;  // that there should be at least
 
-// Items that a thread takes at a time: a multiple of `unit`, unless that leaves threads idle.
-int chunk_of(int count, int threads, int unit) {
-  if (threads == 1) return count;
-  const int fair = count / (threads * kChunksPerThread);
-  if (fair >= unit) return fair / unit * unit;
-  return std::max(2, std::min(unit, count / threads / 2 * 2));
+// The least items that a thread takes at a time: `unit`, unless that makes too few parts.
+int least_part(int count, int threads, int unit, int smallest) {
+  const int fair = count / (threads * kPartsPerThread);
+  return std::max(smallest, std::min(fair, unit) / smallest * smallest);
 }
 
 // Index of element (column of its panel, k) inside a panel.
@@ -75,41 +73,57 @@ Range share(int count, int part, int parts) {
 }
 
 void run_linear(const KernelTable& kernels, const Linear& linear, const void* a, size_t lda, int m,
-                float* c, size_t ldc, bool accumulate, ThreadPool& pool) {
-  const int chunk = chunk_of(linear.num_panels(), pool.size(), kLinearPanels);
-  for (Range mine; !(mine = pool.take(linear.num_panels(), chunk)).empty();) {
+                float* c, size_t ldc, bool accumulate, TileScratch& scratch, ThreadPool& pool) {
+  LinearArgs args{};
+  args.a = a;
+  args.lda = lda;
+  args.m = m;
+  args.k = linear.k;
+  args.panels = linear.panels;
+  args.num_panels = linear.num_panels();
+  args.bias = linear.bias;
+  args.c = c;
+  args.ldc = ldc;
+  args.accumulate = accumulate;
+  if (kernels.on_tiles && linear.dtype == kBFloat16) {
+    run_on_tiles(kernels, args, scratch, pool);
+    return;
+  }
+  const int count = args.num_panels;
+  const int least = least_part(count, pool.size(), kLinearPanels, 2);
+  for (Range mine; !(mine = pool.take_shrinking(count, least, count)).empty();) {
     const int column = mine.begin * kPanel;
-    const LinearArgs args{a,
-                          lda,
-                          m,
-                          linear.k,
-                          linear.panel(mine.begin),
-                          mine.end - mine.begin,
-                          linear.bias ? linear.bias + column : nullptr,
-                          c + column,
-                          ldc,
-                          accumulate};
+    args.panels = linear.panel(mine.begin);
+    args.num_panels = mine.end - mine.begin;
+    args.bias = linear.bias ? linear.bias + column : nullptr;
+    args.c = c + column;
     kernels.linear[linear.dtype](&args);
   }
 }
 
 void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const void* a, size_t lda,
-                int m, void* out, size_t ldo, float* tile, ThreadPool& pool) {
+                int m, void* out, size_t ldo, float* tile, TileScratch& scratch,
+                ThreadPool& pool) {
   const DType type = kernels.activations[gate_up.dtype];
   const int num_pairs = gate_up.num_panels() / 2;
-  const int chunk = chunk_of(num_pairs, pool.size(), kSwigluPairs);
-  for (Range mine; !(mine = pool.take(num_pairs, chunk)).empty();) {
-    for (int pair = mine.begin; pair < mine.end; pair += kSwigluPairs) {
-      const int pairs = std::min(kSwigluPairs, mine.end - pair);
-      const size_t width = static_cast<size_t>(pairs) * 2 * kPanel;
-      const LinearArgs args{a,         lda,     m,    gate_up.k, gate_up.panel(2 * pair),
-                            2 * pairs, nullptr, tile, width,     false};
-      kernels.linear[gate_up.dtype](&args);
-      for (int i = 0; i < pairs; ++i) {
-        const size_t column = static_cast<size_t>(pair + i) * kPanel;
-        kernels.swiglu[type](tile + i * 2 * kPanel, width, m,
-                             static_cast<char*>(out) + column * element_bytes(type), ldo);
-      }
+  LinearArgs args{};
+  args.a = a;
+  args.lda = lda;
+  args.m = m;
+  args.k = gate_up.k;
+  args.c = tile;
+  if (kernels.on_tiles && gate_up.dtype == kBFloat16) into_tiles(args, scratch, pool);
+  const int least = least_part(num_pairs, pool.size(), kSwigluPairs / 2, 1);
+  for (Range mine; !(mine = pool.take_shrinking(num_pairs, least, kSwigluPairs)).empty();) {
+    const int pairs = mine.end - mine.begin;
+    args.panels = gate_up.panel(2 * mine.begin);
+    args.num_panels = 2 * pairs;
+    args.ldc = static_cast<size_t>(pairs) * 2 * kPanel;
+    kernels.linear[gate_up.dtype](&args);
+    for (int i = 0; i < pairs; ++i) {
+      const size_t column = static_cast<size_t>(mine.begin + i) * kPanel;
+      kernels.swiglu[type](tile + i * 2 * kPanel, args.ldc, m,
+                           static_cast<char*>(out) + column * element_bytes(type), ldo);
     }
   }
 }

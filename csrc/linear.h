@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "linear_tiles.h"
 #include "thread_pool.h"
 
 namespace dualpace {
@@ -72,16 +73,18 @@ Range share(int count, int part, int parts);
 
 // c[m][n] = a[m][k] · Wᵀ (+ bias) (+ c), the columns shared among the threads of `pool`, all of
 // which call it between two barriers. `a` is of the kernels' activation type; rows of c are at
-// least round_up(n, kPanel) apart.
+// least round_up(n, kPanel) apart. `scratch` has been reserved for this size, or a larger one.
 void run_linear(const KernelTable& kernels, const Linear& linear, const void* a, size_t lda, int m,
-                float* c, size_t ldc, bool accumulate, ThreadPool& pool);
+                float* c, size_t ldc, bool accumulate, TileScratch& scratch, ThreadPool& pool);
 
-// Gate and up panels that one call of run_swiglu computes before it combines them.
-constexpr int kSwigluPairs = 4;
+// Gate and up panels that run_swiglu computes before it combines them. Enough of them for reading
+// the activations to cost less than reading the weights.
+constexpr int kSwigluPairs = 8;
 
 // out[m][n/2] = silu(gate) * up, of the kernels' activation type, for interleaved gate and up
 // weights. `tile`, the thread's own, holds m * kSwigluPairs * 2 * 16 floats. Shared as above.
 void run_swiglu(const KernelTable& kernels, const Linear& gate_up, const void* a, size_t lda,
-                int m, void* out, size_t ldo, float* tile, ThreadPool& pool);
+                int m, void* out, size_t ldo, float* tile, TileScratch& scratch,
+                ThreadPool& pool);
 
 }  // namespace dualpace

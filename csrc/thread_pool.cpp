@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <stdexcept>
@@ -22,6 +23,8 @@ constexpr int kIdleSpinUs = 2000;
 constexpr int kIdleSpinFewCoresUs = 150;
 // Inside a run all threads reach a barrier almost together, unless one has lost its core.
 constexpr int kBarrierSpinUs = 200;
+// Parts per thread that the rest of a shrinking list would make, were they all equal.
+constexpr int kPartsLeft = 3;
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -139,6 +142,18 @@ void ThreadPool::run_erased(Entry entry, const void* context) {
 Range ThreadPool::take(int count, int chunk) {
   const int begin = taken_.fetch_add(chunk, std::memory_order_relaxed);
   return {begin, begin < count - chunk ? begin + chunk : count};
+}
+
+Range ThreadPool::take_shrinking(int count, int least, int most) {
+  int begin = taken_.load(std::memory_order_relaxed);
+  while (begin < count) {
+    const int fair = (count - begin) / (kPartsLeft * size());
+    const int chunk = std::max(least, std::min(fair / least * least, most));
+    if (taken_.compare_exchange_weak(begin, begin + chunk, std::memory_order_relaxed)) {
+      return {begin, std::min(begin + chunk, count)};
+    }
+  }
+  return {count, count};
 }
 
 void ThreadPool::barrier() {

@@ -64,6 +64,10 @@ class ThreadPool {
   // One list between two barriers. Cores are not equally fast: other machines run on them too.
   Range take(int count, int chunk);
 
+  // The same in parts that shrink as the list does, from `most` down to `least` items: few parts,
+  // and none so long at the end that the others wait for it.
+  Range take_shrinking(int count, int least, int most);
+
  private:
   using Entry = void (*)(const void* context, int thread);
 

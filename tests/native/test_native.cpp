@@ -123,7 +123,10 @@ void every_item_of_a_shared_list_is_taken_once() {
   std::vector<int> taken(kItems);
   pool.run([&](int) {
     for (int list = 1; list <= 50; ++list) {
-      for (Range mine; !(mine = pool.take(kItems, 7)).empty();) {
+      const auto take = [&] {
+        return list % 2 ? pool.take(kItems, 7) : pool.take_shrinking(kItems, 4, 90);
+      };
+      for (Range mine; !(mine = take()).empty();) {
         for (int i = mine.begin; i < mine.end; ++i) ++taken[static_cast<size_t>(i)];
       }
       pool.barrier();
@@ -239,35 +242,45 @@ struct Weights {
   Linear linear;
 };
 
-void linear_layers_of_all_sizes(const KernelTable& kernels, DType dtype) {
+void linear_layers_are_right(const KernelTable& kernels, DType dtype, int k,
+                             const std::vector<int>& row_counts) {
   ThreadPool pool(cpus(3));
-  const int k = 70;
   const DType type = kernels.activations[dtype];
   const size_t in_stride = activation_stride(k);
   for (const int n : {16, 33, 144}) {
     const Weights plain(n, k, dtype, 1);
     const size_t columns = static_cast<size_t>(round_up(n, kPanel));
-    for (const int m : {1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 65}) {
+    TileScratch scratch;
+    scratch.reserve(kernels, row_counts.back(), k, n);
+    for (const int m : row_counts) {
       const size_t rows = static_cast<size_t>(m);
       const std::vector<float> x = normal(rows * static_cast<size_t>(k));
       std::vector<float> a(rows * in_stride), c(rows * columns);
       for (size_t row = 0; row < rows; ++row) {
-        kernels.store[type](x.data() + row * k, k,
+        kernels.store[type](x.data() + row * static_cast<size_t>(k), k,
                             reinterpret_cast<char*>(a.data()) +
                                 row * in_stride * element_bytes(type));
       }
       pool.run([&](int) {
-        run_linear(kernels, plain.linear, a.data(), in_stride, m, c.data(), columns, false, pool);
+        run_linear(kernels, plain.linear, a.data(), in_stride, m, c.data(), columns, false, scratch,
+                   pool);
       });
       for (size_t row = 0; row < rows; ++row) {
         std::vector<double> want;
-        for (int j = 0; j < n; ++j) want.push_back(plain.dot(x.data() + row * k, j));
+        for (int j = 0; j < n; ++j) {
+          want.push_back(plain.dot(x.data() + row * static_cast<size_t>(k), j));
+        }
         CHECK(relative_l2(c.data() + row * columns, want) < 2e-2);
       }
     }
   }
+}
 
-  const int inner = 80, m = 33;
+void gate_and_up_meet_in_swiglu(const KernelTable& kernels, DType dtype) {
+  ThreadPool pool(cpus(3));
+  const DType type = kernels.activations[dtype];
+  const int k = 70, inner = 80, m = 33;
+  const size_t in_stride = activation_stride(k);
   const Weights gate_up(2 * inner, k, dtype, 2);
   const std::vector<float> x = normal(static_cast<size_t>(m * k));
   const size_t out_stride = activation_stride(inner);
@@ -280,9 +293,11 @@ void linear_layers_of_all_sizes(const KernelTable& kernels, DType dtype) {
                         reinterpret_cast<char*>(a.data()) +
                             static_cast<size_t>(row) * in_stride * element_bytes(type));
   }
+  TileScratch scratch;
+  scratch.reserve(kernels, m, k, 2 * inner);
   pool.run([&](int thread) {
     run_swiglu(kernels, gate_up.linear, a.data(), in_stride, m, out.data(), out_stride,
-               tiles[static_cast<size_t>(thread)].data(), pool);
+               tiles[static_cast<size_t>(thread)].data(), scratch, pool);
   });
   const Source result{out.data(), type};
   for (int row = 0; row < m; ++row) {
@@ -441,7 +456,10 @@ int main() {
     std::printf("%s\n", kernels->name);
     for (const DType dtype : {kFloat32, kBFloat16}) {
       attention_is_whole_after_a_split(*kernels, dtype);
-      linear_layers_of_all_sizes(*kernels, dtype);
+      linear_layers_are_right(*kernels, dtype, 70,
+                              {1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 65});
+      linear_layers_are_right(*kernels, dtype, 2100, {1, 33});  // k in parts, on tiles
+      gate_and_up_meet_in_swiglu(*kernels, dtype);
       iterations_run(*kernels, dtype);
     }
   }
