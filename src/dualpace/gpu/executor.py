@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy.typing as npt
 import torch
 
 from dualpace.core.config import EngineConfig
@@ -19,6 +18,7 @@ from dualpace.core.errors import EngineError, FatalEngineError
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob
 from dualpace.gpu.runner import ModelRunner
+from dualpace.models.tensors import Weight
 
 Result = TypeVar("Result")
 
@@ -33,7 +33,7 @@ class TorchExecutor:
         self,
         config: EngineConfig,
         spec: ModelSpec,
-        weights: Iterable[tuple[str, npt.NDArray[Any]]],
+        weights: Iterable[tuple[str, Weight]],
         *,
         arena: Any | None,
         wake: Callable[[], None],

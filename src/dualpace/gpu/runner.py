@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-import numpy.typing as npt
 import torch
 
 from dualpace.core.config import EngineConfig
@@ -21,6 +20,8 @@ from dualpace.gpu.sampler import sample
 from dualpace.gpu.step_input import flatten
 from dualpace.gpu.torch_attention import TorchAttention
 from dualpace.models import reference
+from dualpace.models.tensors import Weight
+from dualpace.models.torch_weights import load_weights
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class ModelRunner:
         self,
         config: EngineConfig,
         spec: ModelSpec,
-        weights: Iterable[tuple[str, npt.NDArray[Any]]],
+        weights: Iterable[tuple[str, Weight]],
         arena: Any | None,
     ) -> None:
         """Parameters are those of `TorchExecutor`."""
@@ -42,7 +43,7 @@ class ModelRunner:
         self._page_tokens = config.page_tokens
         self._device = torch.device(config.device)
         dtype = DTYPES[config.dtype]
-        self._weights = reference.load_weights(weights, spec, self._device, dtype)
+        self._weights = load_weights(weights, spec, self._device, dtype)
         host_pages = config.host_pages if arena is not None else 0
         if host_pages:
             host = arena_pool(arena, spec, host_pages, self._page_tokens, dtype)
