@@ -28,6 +28,30 @@ size_t panel_index(DType dtype, int column, int k) {
                             : static_cast<size_t>(k) * kPanel + column;
 }
 
+// The rows of a panel share its cache lines: after so many elements of one comes the next, while the
+// lines are still in the first-level cache. Even, so that pairs stay together.
+constexpr size_t kPackedAtATime = 256;
+
+// Elements [from, from + count) of a row to their places in a panel, the first of them at `to`.
+void pack_run(DType dtype, const Source& source, size_t from, size_t count, char* to) {
+  if (dtype == kFloat32) {
+    float* out = reinterpret_cast<float*>(to);
+    for (size_t i = 0; i < count; ++i) out[i * kPanel] = source.at(from + i);
+  } else if (source.dtype == kBFloat16) {
+    const uint16_t* in = static_cast<const uint16_t*>(source.data) + from;
+    for (size_t i = 0; i + 1 < count; i += 2) {
+      std::memcpy(to + i * kPanel * sizeof *in, in + i, 2 * sizeof *in);
+    }
+    if (count % 2 == 1) std::memcpy(to + (count - 1) * kPanel * sizeof *in, in + count - 1, 2);
+  } else {
+    const auto store = portable_kernels()->store[kBFloat16];
+    for (size_t i = 0; i < count; ++i) {
+      const float x = source.at(from + i);
+      store(&x, 1, to + (i / 2 * 2 * kPanel + i % 2) * sizeof(uint16_t));
+    }
+  }
+}
+
 }  // namespace
 
 float Source::at(size_t index) const {
@@ -37,22 +61,18 @@ float Source::at(size_t index) const {
 
 void pack_rows(const Linear& linear, const Source& source, int first, int last, int column,
                int interleave, int offset) {
-  const KernelTable& portable = *portable_kernels();
   const size_t k = static_cast<size_t>(linear.k);
-  for (int row = first; row < last; ++row) {
-    const int place = column + row;
+  for (int begin = first, end; begin < last; begin = end) {
+    const int place = column + begin;
+    end = std::min(last, begin + kPanel - place % kPanel);
     const int panel = place / kPanel * interleave + offset;
     char* base = linear.panels + static_cast<size_t>(panel) * panel_bytes(linear.k, linear.dtype);
-    for (size_t i = 0; i < k; ++i) {
-      const size_t at = panel_index(linear.dtype, place % kPanel, static_cast<int>(i));
-      const size_t from = static_cast<size_t>(row) * k + i;
-      if (linear.dtype == kFloat32) {
-        reinterpret_cast<float*>(base)[at] = source.at(from);
-      } else if (source.dtype == kBFloat16) {
-        reinterpret_cast<uint16_t*>(base)[at] = static_cast<const uint16_t*>(source.data)[from];
-      } else {
-        const float x = source.at(from);
-        portable.store[kBFloat16](&x, 1, reinterpret_cast<uint16_t*>(base) + at);
+    for (size_t i = 0; i < k; i += kPackedAtATime) {
+      const size_t count = std::min(kPackedAtATime, k - i);
+      for (int row = begin; row < end; ++row) {
+        pack_run(linear.dtype, source, static_cast<size_t>(row) * k + i, count,
+                 base + panel_index(linear.dtype, (column + row) % kPanel, static_cast<int>(i)) *
+                            element_bytes(linear.dtype));
       }
     }
   }

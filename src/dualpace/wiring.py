@@ -12,8 +12,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,11 @@ from dualpace.gpu.device import cuda_device_count
 from dualpace.ipc import EnginePort
 from dualpace.kv.pages import pages_for
 from dualpace.loop import EngineLoop, Scheduler
+from dualpace.models.progress import with_progress
 from dualpace.models.registry import ModelSource, resolve_tokenizer
 from dualpace.models.registry import resolve as resolve_source
 from dualpace.models.spec import load_spec
+from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
@@ -262,7 +265,9 @@ def run_engine(job_text: str) -> None:
         if job.arena_fd is not None:
             arena = map_arena(job.arena_fd, config.host_pages * config.page_bytes)
         build = _build_gpu if launch.name == GPU else _build_cpu
-        scheduler, executor, ready = build(config, arena, port.wake)
+        # A second engine that loads at the same time would draw over this one's bar.
+        bar = sys.stderr.isatty() and job.arena_fd is None
+        scheduler, executor, ready = build(config, arena, port.wake, bar=bar)
         if launch.name == CPU:
             port.connect(GPU, launch.gpu_address)
         port.send(FRONTEND, ready)
@@ -280,11 +285,11 @@ def run_engine(job_text: str) -> None:
 
 
 def _build_gpu(
-    config: EngineConfig, arena: Any, wake: Callable[[], None]
+    config: EngineConfig, arena: Any, wake: Callable[[], None], *, bar: bool = False
 ) -> tuple[Scheduler, Executor, EngineReady]:
     from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
 
-    spec, weights = _checkpoint(config)
+    spec, weights = _checkpoint(config, GPU, bar)
     executor = TorchExecutor(config, spec, weights, arena=arena, wake=wake)
     policy = make_policy(config.policy, config.max_num_seqs)
     scheduler = GpuScheduler(
@@ -300,12 +305,12 @@ def _build_gpu(
 
 
 def _build_cpu(
-    config: EngineConfig, arena: Any, wake: Callable[[], None]
+    config: EngineConfig, arena: Any, wake: Callable[[], None], *, bar: bool = False
 ) -> tuple[Scheduler, Executor, EngineReady]:
     from dualpace.cpu.executor import CpuExecutor
     from dualpace.cpu.model import CpuModel
 
-    spec, weights = _checkpoint(config)
+    spec, weights = _checkpoint(config, CPU, bar)
     model = CpuModel(spec, weights, dtype=config.dtype, cores=config.cpu_ids, isa=config.cpu_isa)
     executor = CpuExecutor(model, arena, config.page_tokens, wake)
     policy = make_policy(config.policy, config.max_num_seqs)
@@ -333,15 +338,20 @@ def profile_executors(config: EngineConfig) -> Generator[tuple[str, Executor, in
                 executor.close()
 
 
-def _checkpoint(config: EngineConfig) -> tuple[ModelSpec, Any]:
-    from dualpace.models.weights import iter_weights
+def _checkpoint(
+    config: EngineConfig, engine: EngineName, bar: bool
+) -> tuple[ModelSpec, Iterator[tuple[str, Weight]]]:
+    """Spec and weights; their progress is shown as they are taken, with a bar or in the log."""
+    from dualpace.models.weights import iter_weights, weight_shapes
 
     source: ModelSource = resolve_source(config.model)
     spec = load_spec(source)
     weights = iter_weights(
         source, spec, config.dtype, load_format=config.load_format, seed=config.seed
     )
-    return spec, weights
+    elements = sum(map(prod, weight_shapes(spec).values()))
+    total = elements * ELEMENT_BYTES[config.dtype]
+    return spec, with_progress(weights, total, f"{engine} engine", bar=bar)
 
 
 def _die_with_parent(lifeline: int) -> None:

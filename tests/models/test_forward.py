@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from dualpace.models import reference
 from dualpace.models.registry import ModelSource, resolve
 from dualpace.models.spec import load_spec
+from dualpace.models.torch_weights import load_weights
 from dualpace.models.weights import iter_weights
 
 # Far enough out that a rotary frequency that is off shows.
@@ -22,7 +23,7 @@ TOKENS = torch.arange(3, 103)
 
 def our_logits(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     spec = load_spec(source)
-    weights = reference.load_weights(
+    weights = load_weights(
         iter_weights(source, spec, "float32"), spec, torch.device("cpu"), torch.float32
     )
 

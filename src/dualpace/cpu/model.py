@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dualpace.core.config import DType, format_size
 from dualpace.core.errors import ConfigError, HardwareError, ModelError
@@ -39,9 +39,9 @@ class Decoded(NamedTuple):
 class CpuModel:
     """A decoder whose weights live in host memory, packed for the kernels of this machine.
 
-    weights: (name, array) pairs in any order, float32 or bfloat16 (`ml_dtypes`) arrays; they are
-    converted to `dtype`, that of weights and KV cache, and not kept. cores: CPU ids, one pinned
-    thread each. isa: one of `core.config.ISAS`.
+    weights: (name, array or what NumPy makes one of) pairs in any order, float32 or bfloat16
+    (`ml_dtypes`); they are converted to `dtype`, that of weights and KV cache, and not kept.
+    cores: CPU ids, one pinned thread each. isa: one of `core.config.ISAS`.
 
     Raises `ModelError` for a missing, unknown, repeated or wrongly shaped tensor, `ConfigError` for
     an unknown instruction set or a CPU that is not available, `HardwareError` for an instruction
@@ -51,7 +51,7 @@ class CpuModel:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Iterable[tuple[str, NDArray[Any]]],
+        weights: Iterable[tuple[str, ArrayLike]],
         *,
         dtype: DType,
         cores: Sequence[int],
@@ -69,8 +69,8 @@ class CpuModel:
             self._native = _native.Model(self._engine, _native_config(spec, dtype))
         except ValueError as error:
             raise ModelError(str(error)) from None
-        for name, array in weights:
-            self._load(name, array)
+        for name, tensor in weights:
+            self._load(name, np.asarray(tensor))
         if missing := self._native.missing():
             raise ModelError(
                 f"missing tensors: {', '.join(missing[:5])}{', …' * (len(missing) > 5)}"

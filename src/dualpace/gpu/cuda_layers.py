@@ -15,7 +15,7 @@ from torch.nn import functional
 from dualpace.core.model_spec import ModelSpec
 from dualpace.gpu.flashinfer_attention import flashinfer
 from dualpace.gpu.torch_model import with_previous
-from dualpace.models.reference import Weights
+from dualpace.models.torch_weights import Weights
 
 
 @dataclass(frozen=True)

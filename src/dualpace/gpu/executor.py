@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy.typing as npt
 import torch
 
 from dualpace.core.config import EngineConfig
@@ -26,6 +25,7 @@ from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob
 from dualpace.gpu.gate import release_cache, synchronize
 from dualpace.gpu.runner import LaunchedStep, ModelRunner
+from dualpace.models.tensors import Weight
 
 Result = TypeVar("Result")
 
@@ -41,7 +41,7 @@ class TorchExecutor:
         self,
         config: EngineConfig,
         spec: ModelSpec,
-        weights: Iterable[tuple[str, npt.NDArray[Any]]],
+        weights: Iterable[tuple[str, Weight]],
         *,
         arena: Any | None,
         wake: Callable[[], None],

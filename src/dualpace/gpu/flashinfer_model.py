@@ -23,7 +23,7 @@ from dualpace.gpu.layer_graphs import LayerGraphs
 from dualpace.gpu.step_input import StepInput
 from dualpace.gpu.torch_attention import TorchAttention
 from dualpace.gpu.upload import upload
-from dualpace.models.reference import Weights
+from dualpace.models.torch_weights import Weights
 
 HEAD_DIMS = (64, 128, 256)  # that FlashInfer's kernels are made for
 

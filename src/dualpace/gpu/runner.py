@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +25,8 @@ from dualpace.gpu.memory import largest_batch, measure_gpu_pages
 from dualpace.gpu.step_input import StepInput, flatten
 from dualpace.gpu.step_model import StepModel
 from dualpace.gpu.torch_model import TorchModel
-from dualpace.models import reference
+from dualpace.models.tensors import Weight
+from dualpace.models.torch_weights import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ModelRunner:
         self,
         config: EngineConfig,
         spec: ModelSpec,
-        weights: Iterable[tuple[str, npt.NDArray[Any]]],
+        weights: Iterable[tuple[str, Weight]],
         arena: Any | None,
     ) -> None:
         """Parameters are those of `TorchExecutor`."""
@@ -77,7 +77,7 @@ class ModelRunner:
                 "FlashInfer has no kernels for %s with head size %d: the GPU runs plain torch",
                 config.dtype, spec.head_dim,
             )  # fmt: skip
-        self._weights = reference.load_weights(weights, spec, self._device, self._dtype)
+        self._weights = load_weights(weights, spec, self._device, self._dtype)
         # Tokens by row of the step launched last, and whose rows they are.
         rows = config.max_num_seqs + config.max_num_batched_tokens
         self._sampled = torch.zeros(rows, dtype=torch.int64, device=self._device)

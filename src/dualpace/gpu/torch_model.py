@@ -11,12 +11,13 @@ from dualpace.gpu.step_input import StepInput
 from dualpace.gpu.torch_attention import TorchAttention
 from dualpace.gpu.upload import upload
 from dualpace.models import reference
+from dualpace.models.torch_weights import Weights
 
 
 class TorchModel:
     """The reference forward pass with paged attention."""
 
-    def __init__(self, weights: reference.Weights, spec: ModelSpec, pools: KVPools) -> None:
+    def __init__(self, weights: Weights, spec: ModelSpec, pools: KVPools) -> None:
         self._weights = weights
         self._spec = spec
         self._attention = TorchAttention(pools, spec.group_size, weights.device)

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
 from dualpace.core.errors import ModelError
 from dualpace.core.model_spec import ModelSpec
+from dualpace.models.safetensors_file import FileTensor, SafetensorsFile
 from dualpace.models.weights import weight_shapes
 
 INDEX = "model.safetensors.index.json"
-READABLE = ("BF16", "F16", "F32", "F64")
 
 _TOP_NAMES = {
     "embed_tokens": "model.embed_tokens.weight",
@@ -44,16 +42,24 @@ _LAYER_NAMES = {
 }
 
 
-def read_tensors(folder: Path, spec: ModelSpec) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Yield (canonical name, array as stored) for all that `spec` needs."""
+def read_tensors(
+    folder: Path, spec: ModelSpec, dtype: np.dtype[Any]
+) -> Iterator[tuple[str, FileTensor]]:
+    """Yield (canonical name, tensor) for all that `spec` needs, file after file, in the order of
+    their bytes."""
     files = _files_by_tensor(folder)
-    names = {name: _stored_name(name) for name in weight_shapes(spec)}
-    for canonical, stored in names.items():
+    names = {_stored_name(name): name for name in weight_shapes(spec)}
+    for stored, canonical in names.items():
         if stored not in files:
             raise ModelError(f"{folder}: tensor {stored} ({canonical}) is missing")
-    _refuse_unknown(folder, files, set(names.values()))
-    for canonical, stored in names.items():
-        yield canonical, _read(files[stored], stored)
+    _refuse_unknown(folder, files, set(names))
+    for path in sorted({files[stored] for stored in names}):
+        file = SafetensorsFile(path)
+        places = {stored: place for place, stored in enumerate(file.names)}
+        here = [stored for stored in names if files[stored] == path]
+        # What only the index puts here comes last, and is refused.
+        for stored in sorted(here, key=lambda stored: places.get(stored, len(places))):
+            yield names[stored], file.tensor(stored, dtype)
 
 
 def _stored_name(canonical: str) -> str:
@@ -87,22 +93,4 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{folder}: no safetensors files (load_format dummy needs none)")
-    tensors: dict[str, Path] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="numpy") as opened:
-                tensors |= dict.fromkeys(opened.keys(), file)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file}: damaged or truncated safetensors file: {error}") from error
-    return tensors
-
-
-def _read(file: Path, name: str) -> npt.NDArray[Any]:
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            kind = opened.get_slice(name).get_dtype()
-            if kind not in READABLE:
-                raise ModelError(f"{file}: {name} is stored as {kind}, supported: {READABLE}")
-            return np.asarray(opened.get_tensor(name))
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file}: cannot read tensor {name}: {error}") from error
+    return {name: file for file in files for name in SafetensorsFile(file).names}

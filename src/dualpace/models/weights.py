@@ -1,4 +1,4 @@
-"""A checkpoint's weights under canonical names, one tensor at a time, as numpy arrays.
+"""A checkpoint's weights under canonical names, one tensor at a time.
 
     embed_tokens [V, H]        norm [H]        lm_head [V, H] unless embeddings are tied
     layers.{i}. input_norm [H] q_proj [heads·D, H] k_proj v_proj [kv_heads·D, H] o_proj [H, heads·D]
@@ -6,31 +6,22 @@
                 post_norm [H]  gate_proj up_proj [I, H]  down_proj [H, I]
 
 Matrices are [out, in]; queries and keys are in the rotate-half order. Knows no torch, and never
-holds more than the tensor at hand.
+holds more than the tensor at hand; where an engine can fill its memory by itself, not even that.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from dualpace.core.config import DType
 from dualpace.core.errors import ModelError
 from dualpace.core.model_spec import ModelSpec
+from dualpace.models.dummy import DummyBlock, DummyTensor
 from dualpace.models.registry import ModelSource
-
-Array = npt.NDArray[Any]
-
-NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-}
-DUMMY_SCALE = np.float32(0.02)
+from dualpace.models.tensors import NUMPY_DTYPES, Weight, converted
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -73,33 +64,34 @@ def iter_weights(
     *,
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
-) -> Iterator[tuple[str, Array]]:
-    """Yield (canonical name, C-contiguous array of `dtype`) in the order of `weight_shapes`.
+) -> Iterator[tuple[str, Weight]]:
+    """Yield (canonical name, tensor whose array is of `dtype`), each name of `weight_shapes` once.
 
-    "dummy" reads no file: normal values × 0.02 and norms of 1, a function of `seed` and name only.
+    The order is that of the bytes in the files, so that each is read once from end to end. "dummy"
+    reads no file: normal values × 0.02 and norms of 1, a function of `seed` and name only.
     Raises `ModelError` naming file and tensor for what is missing, damaged or misshapen, and for
     a tensor that the model would have to use but DualPace does not know.
     """
+    target = NUMPY_DTYPES[dtype]
+    stored: Iterator[tuple[str, Weight]]
     if load_format == "dummy":
-        stored = _dummy_tensors(spec, seed)
+        stored = _dummy_tensors(spec, DummyBlock(seed, target))
     elif source.kind == "gguf":
         from dualpace.models import gguf_weights
 
-        stored = gguf_weights.read_tensors(source.path, spec)
+        tensors = gguf_weights.read_tensors(source.path, spec)
+        stored = ((name, converted(array, target)) for name, array in tensors)
     else:
         from dualpace.models import hf_weights
 
-        stored = hf_weights.read_tensors(source.path, spec)
-    target = NUMPY_DTYPES[dtype]
+        stored = hf_weights.read_tensors(source.path, spec, target)
     shapes = weight_shapes(spec)
-    for name, array in stored:
-        if array.shape != shapes[name]:
+    for name, tensor in stored:
+        if tensor.shape != shapes[name]:
             raise ModelError(
-                f"{source.path}: {name} has shape {array.shape}, the model needs {shapes[name]}"
+                f"{source.path}: {name} has shape {tensor.shape}, the model needs {shapes[name]}"
             )
-        if array.dtype != target and array.dtype != np.float32:
-            array = array.astype(np.float32)  # ml_dtypes converts to and from float32 only
-        yield name, np.ascontiguousarray(array.astype(target, copy=False))
+        yield name, tensor
 
 
 def is_norm(name: str) -> bool:
@@ -107,13 +99,9 @@ def is_norm(name: str) -> bool:
     return name.endswith("norm")
 
 
-def _dummy_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Array]]:
+def _dummy_tensors(spec: ModelSpec, block: DummyBlock) -> Iterator[tuple[str, Weight]]:
     for name, shape in weight_shapes(spec).items():
         if is_norm(name):
-            yield name, np.ones(shape, dtype=np.float32)
-            continue
-        # Seeded by name, so that a tensor does not depend on those drawn before it.
-        generator = np.random.Generator(np.random.SFC64([seed % 2**64, zlib.crc32(name.encode())]))
-        values = generator.standard_normal(shape, dtype=np.float32)
-        values *= DUMMY_SCALE
-        yield name, values
+            yield name, np.ones(shape, dtype=block.values.dtype)
+        else:
+            yield name, DummyTensor.named(name, shape, block)
