@@ -44,6 +44,7 @@ from dualpace.policy.registry import make_policy
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.server.frontend import Frontend, Limits
+from dualpace.server.tokenizer import NoTokenizer
 from dualpace.supervisor import Launch, Supervisor
 
 logger = logging.getLogger(__name__)
@@ -207,6 +208,8 @@ async def _stop(
 
 
 def _load_tokenizer(options: EngineOptions) -> Any:
+    if options.skip_tokenizer_init:
+        return NoTokenizer()
     from dualpace.models.tokenizer import load_tokenizer  # slow to import
 
     if options.tokenizer is not None:
