@@ -6,13 +6,16 @@
                 post_norm [H]  gate_proj up_proj [I, H]  down_proj [H, I]
 
 Matrices are [out, in]; queries and keys are in the rotate-half order. Knows no torch, and never
-holds more than the tensor at hand.
+holds more than the tensor at hand (and, of random weights, a few that are drawn ahead).
 """
 
 from __future__ import annotations
 
+import os
 import zlib
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import ml_dtypes
@@ -31,6 +34,7 @@ NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
 }
 DUMMY_SCALE = np.float32(0.02)
+DUMMY_THREADS = 12  # each holds a tensor
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -108,12 +112,29 @@ def is_norm(name: str) -> bool:
 
 
 def _dummy_tensors(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Array]]:
-    for name, shape in weight_shapes(spec).items():
-        if is_norm(name):
-            yield name, np.ones(shape, dtype=np.float32)
-            continue
-        # Seeded by name, so that a tensor does not depend on those drawn before it.
-        generator = np.random.Generator(np.random.SFC64([seed % 2**64, zlib.crc32(name.encode())]))
-        values = generator.standard_normal(shape, dtype=np.float32)
-        values *= DUMMY_SCALE
-        yield name, values
+    # Drawn ahead on several threads, for NumPy draws without the GIL: one thread makes 10⁸ numbers
+    # a second, which is too slow for 8 billion.
+    threads = min(DUMMY_THREADS, len(os.sched_getaffinity(0)))
+    ahead: deque[tuple[str, Future[Array]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="dummy-weights") as pool:
+        for name, shape in weight_shapes(spec).items():
+            ahead.append((name, pool.submit(_dummy_tensor, name, shape, seed)))
+            if len(ahead) == threads:
+                yield _next_drawn(ahead)
+        while ahead:
+            yield _next_drawn(ahead)
+
+
+def _next_drawn(ahead: deque[tuple[str, Future[Array]]]) -> tuple[str, Array]:
+    name, drawn = ahead.popleft()
+    return name, drawn.result()
+
+
+def _dummy_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
+    if is_norm(name):
+        return np.ones(shape, dtype=np.float32)
+    # Seeded by name, so that a tensor does not depend on those drawn before it.
+    generator = np.random.Generator(np.random.SFC64([seed % 2**64, zlib.crc32(name.encode())]))
+    values = generator.standard_normal(shape, dtype=np.float32)
+    values *= DUMMY_SCALE
+    return values
