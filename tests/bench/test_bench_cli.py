@@ -61,6 +61,30 @@ def test_lengths_are_clipped_to_what_the_server_tells(server_url: str) -> None:
     assert last["prompt_tokens"] + last["output_tokens"] <= 4 * 512
 
 
+def test_a_closed_loop_is_measured_in_a_window_after_a_warm_up(server_url: str) -> None:
+    result = bench(
+        server_url, "--num-requests", "3000", "--max-concurrency", "2", "--num-warmups", "2",
+        "--warmup-seconds", "0.5", "--duration", "1",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert "at most 2 in flight, 1 s after 0.5 s of warm-up" in last["load"]
+    assert 0 < last["unfinished"] <= 2
+    assert last["requests"] < 3000
+    window = last["window"]
+    assert window["start_s"] == 0.5
+    assert window["end_s"] >= 1.5
+    assert 0 < window["output_tokens"] < last["output_tokens"] + last["unfinished_tokens"]
+    assert 0 < window["requests"] < last["requests"]
+
+
+def test_a_load_that_runs_out_in_the_window_is_told(server_url: str) -> None:
+    result = bench(server_url, "--duration", "60")
+    assert result.exit_code == 0, result.output
+    assert "raise --num-requests" in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["window"]["end_s"] < 60.0
+
+
 def test_partial_failure_is_shown_and_still_a_measurement(server_url: str) -> None:
     result = bench(server_url, "--model", "flaky")
     assert result.exit_code == 0
@@ -84,6 +108,7 @@ def test_no_success_at_all_is_exit_code_1(server_url: str, model: str) -> None:
         (["--scale", "0"], "--scale must be"),
         (["--trace", "none.csv"], "cannot read the trace none.csv"),
         (["--trace", "x.csv", "--synthetic"], "exclude each other"),
+        (["--warmup-seconds", "2"], "--warmup-seconds needs --duration"),
         (["--json", "no/such/folder/r.json"], "is not a folder"),
     ],
 )

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from dualpace.bench.client import Progress, ServedModel, ServerError, ask_models, replay
+from dualpace.bench.client import ServedModel, ServerError, ask_models, replay
 from dualpace.bench.load import LoadRequest, draw_prompts
 from dualpace.bench.metrics import summarize, tokens_by_engine
 from dualpace.bench.record import RequestRecord
+from dualpace.bench.replay import Progress
 
 LOAD = [LoadRequest(5 + index, 4 + index % 7) for index in range(30)]
 

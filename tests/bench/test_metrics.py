@@ -79,6 +79,21 @@ def test_a_length_other_than_asked_for_is_told() -> None:
     assert summarize([STEADY, BUNDLED]).wrong_length == 1
 
 
+def test_a_window_counts_the_tokens_that_arrive_in_it_whoever_they_are_for() -> None:
+    unfinished = make_record(Chunk(1.25, 1, "gpu"), Chunk(2.25, 2, "gpu"), sent=1.0)
+    silent = make_record(sent=2.0)
+    unfinished.cut = silent.cut = True
+    late = make_record(Chunk(3.0, 1, "cpu"), sent=2.5)
+    window = summarize([STEADY, unfinished, silent, late, BROKEN], (1.0, 2.5)).window
+    assert window is not None
+    # 1.0 and 1.5 are STEADY's, 1.25 and 2.25 the unfinished one's; at 2.5 the window is over.
+    assert window.tokens_by_engine == {"cpu": 1, "gpu": 4}
+    assert window.output_tokens_per_s == 5 / 1.5
+    assert window.itl_s == distribution([0.5, 0.5, 0.5])
+    assert (window.requests, window.unanswered) == (2, 1)
+    assert window.ttft_s == distribution([0.25])
+
+
 def test_tokens_without_an_engine_are_unreported() -> None:
     summary = summarize([make_record(Chunk(1.0, 2), Chunk(2.0, 1, "cpu"))])
     assert summary.tokens_by_engine == {"cpu": 1, "unreported": 2}
@@ -99,6 +114,7 @@ def test_percentiles_are_numpys() -> None:
 def test_what_is_undefined_is_none_and_never_nan(records: list[RequestRecord]) -> None:
     summary = summarize(records)
     json.dumps(summary.to_dict(), allow_nan=False)
+    json.dumps(summarize(records, (1.0, 1.0)).to_dict(), allow_nan=False)
     assert summary.output_tokens_per_s is None
     assert summary.tpot_s == Distribution(0)
     empty = Distribution(0)

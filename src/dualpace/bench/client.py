@@ -1,7 +1,7 @@
-"""Replays a load against /v1/completions and records when every token arrived.
+"""Sends requests to /v1/completions and records when every token arrived.
 
-One asyncio task per request and no limit on connections: what waits, waits in the server, where
-it is measured. Knows no model and no engine; reads the field `engine` of a chunk if there is one.
+No limit on connections: what waits, waits in the server, where it is measured. Knows no model and
+no engine; reads the field `engine` of a chunk if there is one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import resource
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +18,10 @@ import httpx
 
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.record import Chunk, RequestRecord
+from dualpace.bench.replay import Progress, Tally
+from dualpace.bench.replay import replay as replay_load
 from dualpace.core.errors import DualPaceError
 
-PROGRESS_INTERVAL_S = 0.1
 CONNECT_TIMEOUT_S = 60.0
 # Connections per pool: the pool's bookkeeping is linear in its connections for each request.
 POOL_SIZE = 64
@@ -38,16 +38,6 @@ class ServedModel:
 
     id: str
     max_model_len: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Requests sent, finished and failed (of those finished) so far, and tokens received."""
-
-    sent: int
-    finished: int
-    failed: int
-    tokens: int
 
 
 def api_root(base_url: str) -> str:
@@ -86,20 +76,20 @@ async def replay(
     prompts: Sequence[list[int]],
     *,
     max_concurrency: int | None = None,
+    seconds: float | None = None,
+    stop: asyncio.Event | None = None,
     silence_timeout_s: float = 600.0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> list[RequestRecord]:
-    """Send every request at its arrival time; one record per request, in the order of `load`.
+    """`bench.replay.replay` against a server.
 
     prompts: token ids, one list per request. A request that the server leaves without a byte for
-    `silence_timeout_s` counts as failed. A failing request never stops the others.
+    `silence_timeout_s` counts as failed.
     """
     _allow_open_files(len(load) + 256)
     # Encoded beforehand: encoding thousands of tokens while replaying would delay the sends.
     bodies = [_body(model, request, prompt) for request, prompt in zip(load, prompts, strict=True)]
     url = f"{api_root(base_url)}/v1/completions"
-    tally = _Tally(on_progress)
-    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     async with contextlib.AsyncExitStack() as stack:
         tls = httpx.create_ssl_context(trust_env=False)
         clients = [
@@ -114,54 +104,21 @@ async def replay(
             )
             for _ in range(-(-len(load) // POOL_SIZE))
         ]
-        start = time.perf_counter()
 
-        async def one(index: int) -> RequestRecord:
-            await asyncio.sleep(start + load[index].arrival_s - time.perf_counter())
-            async with gate:
-                record = RequestRecord(
-                    request=load[index],
-                    sent_s=time.perf_counter() - start,
-                    end_s=0.0,
-                    prompt_tokens=load[index].prompt_tokens,
-                )
-                tally.sent += 1
-                client = clients[index % len(clients)]
-                try:
-                    await _stream(client, url, bodies[index], record, start, tally)
-                except (httpx.HTTPError, OSError, ValueError) as error:
-                    record.error = str(error) or type(error).__name__
-                record.end_s = time.perf_counter() - start
-            tally.finish(record)
-            return record
+        async def send(index: int, record: RequestRecord, tally: Tally) -> None:
+            try:
+                await _stream(clients[index % len(clients)], url, bodies[index], record, tally)
+            except (httpx.HTTPError, OSError, ValueError) as error:
+                raise ServerError(str(error) or type(error).__name__) from error
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(index)) for index in range(len(load))]
-        return [task.result() for task in tasks]
-
-
-class _Tally:
-    """Counts for the progress callback, which is called at most every PROGRESS_INTERVAL_S."""
-
-    def __init__(self, callback: Callable[[Progress], None] | None) -> None:
-        self.sent = self.finished = self.failed = self.tokens = 0
-        self._callback = callback
-        self._next_s = 0.0
-
-    def add_tokens(self, count: int) -> None:
-        self.tokens += count
-        if time.perf_counter() >= self._next_s:
-            self._report()
-
-    def finish(self, record: RequestRecord) -> None:
-        self.finished += 1
-        self.failed += not record.ok
-        self._report()
-
-    def _report(self) -> None:
-        self._next_s = time.perf_counter() + PROGRESS_INTERVAL_S
-        if self._callback:
-            self._callback(Progress(self.sent, self.finished, self.failed, self.tokens))
+        return await replay_load(
+            load,
+            send,
+            max_concurrency=max_concurrency,
+            seconds=seconds,
+            stop=stop,
+            on_progress=on_progress,
+        )
 
 
 def _body(model: str, request: LoadRequest, prompt: list[int]) -> bytes:
@@ -185,8 +142,7 @@ async def _stream(
     url: str,
     body: bytes,
     record: RequestRecord,
-    start: float,
-    tally: _Tally,
+    tally: Tally,
 ) -> None:
     """Send one request and fill its record. Raises httpx.HTTPError, OSError or ValueError."""
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -195,20 +151,22 @@ async def _stream(
         if response.status_code != httpx.codes.OK:
             await response.aread()
             raise ValueError(f"HTTP {response.status_code}: {_error_text(response.text)}")
-        async for arrived, data in _events(response):
-            tally.add_tokens(reader.feed(data, arrived - start))
+        async for arrived, data in _events(response, tally.now):
+            tally.add_tokens(reader.feed(data, arrived), arrived)
     reader.close()
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[tuple[float, bytes]]:
-    """Arrival (clock seconds) and data of every server-sent event.
+async def _events(
+    response: httpx.Response, clock: Callable[[], float]
+) -> AsyncIterator[tuple[float, bytes]]:
+    """Arrival by `clock` and data of every server-sent event.
 
     Split by hand: httpx's line iterator also breaks at U+2028, U+0085 and their like, which a
     model may generate and JSON may carry raw.
     """
     pending = b""
     async for block in response.aiter_bytes():
-        arrived = time.perf_counter()
+        arrived = clock()
         *lines, pending = (pending + block).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

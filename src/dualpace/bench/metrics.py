@@ -1,11 +1,14 @@
 """From records to numbers: throughput, TTFT, ITL, TPOT, normalized latency, tokens by engine.
 
 Pure functions, no NaN: what is undefined is None. Throughput and latencies are those of requests
-that were answered to the end; failed ones are counted apart, their tokens too.
+that were answered to the end; failed and unfinished ones are counted apart, their tokens too. A
+window is different: it is about moments, and every token that arrives in it counts, those of failed
+requests apart.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -32,6 +35,25 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowSummary:
+    """What was seen from `start_s` to before `end_s`, seconds after the start of the replay.
+
+    `itl_s`: of the tokens that arrived in the window; `ttft_s`: of the requests that were sent in
+    it, without the `unanswered` ones, which had no token by the end of the replay.
+    """
+
+    start_s: float
+    end_s: float
+    output_tokens: int
+    output_tokens_per_s: float | None
+    tokens_by_engine: dict[str, int]
+    itl_s: Distribution
+    requests: int  # sent in the window
+    unanswered: int
+    ttft_s: Distribution
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Everything one replay tells. Rates are per second over `duration_s`, times are seconds."""
 
@@ -40,6 +62,8 @@ class Summary:
     failed: int
     failures: dict[str, int]  # error message -> requests
     failed_tokens: int  # received by requests that then failed
+    unfinished: int  # neither: the replay was ended before they were
+    unfinished_tokens: int
     wrong_length: int  # succeeded, but with another number of tokens than asked for
     estimated: int  # succeeded, but the tokens of single chunks are a guess
     duration_s: float | None  # first send to last end, failed requests included
@@ -56,16 +80,20 @@ class Summary:
     normalized_latency_s: Distribution
     latency_s: Distribution
     send_lag_s: Distribution  # real send minus intended send, all requests
+    window: WindowSummary | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and numbers, ready for JSON."""
         return asdict(self)
 
 
-def summarize(records: Sequence[RequestRecord]) -> Summary:
-    """The summary of one replay."""
+def summarize(
+    records: Sequence[RequestRecord], window: tuple[float, float] | None = None
+) -> Summary:
+    """The summary of one replay. window: seconds from and to which to look closer."""
     good = [record for record in records if record.ok]
-    failed = [record for record in records if not record.ok]
+    failed = [record for record in records if record.error is not None]
+    cut = [record for record in records if record.cut]
     prompt_tokens = sum(record.prompt_tokens for record in good)
     output_tokens = sum(record.output_tokens for record in good)
     duration = _duration(records)
@@ -76,6 +104,8 @@ def summarize(records: Sequence[RequestRecord]) -> Summary:
         failed=len(failed),
         failures=dict(Counter(str(record.error) for record in failed).most_common()),
         failed_tokens=sum(record.output_tokens for record in failed),
+        unfinished=len(cut),
+        unfinished_tokens=sum(record.output_tokens for record in cut),
         wrong_length=sum(record.output_tokens != record.request.output_tokens for record in good),
         estimated=sum(record.estimated for record in good),
         duration_s=duration,
@@ -92,6 +122,29 @@ def summarize(records: Sequence[RequestRecord]) -> Summary:
         normalized_latency_s=distribution(_normalized_latency(record) for record in good),
         latency_s=distribution(record.latency_s for record in good),
         send_lag_s=distribution(record.sent_s - record.request.arrival_s for record in records),
+        window=None if window is None else summarize_window(records, *window),
+    )
+
+
+def summarize_window(
+    records: Sequence[RequestRecord], start_s: float, end_s: float
+) -> WindowSummary:
+    """What arrived from `start_s` to before `end_s`, at whatever time its request was sent."""
+    seen = [record for record in records if record.error is None]
+    sent = [record for record in seen if start_s <= record.sent_s < end_s]
+    by_engine = tokens_by_engine(seen, start_s, end_s)
+    tokens = sum(by_engine.values())
+    gaps, gap_tokens = _gaps(seen, start_s, end_s)
+    return WindowSummary(
+        start_s=start_s,
+        end_s=end_s,
+        output_tokens=tokens,
+        output_tokens_per_s=_rate(tokens, end_s - start_s),
+        tokens_by_engine=by_engine,
+        itl_s=distribution(np.repeat(gaps / gap_tokens, gap_tokens)),
+        requests=len(sent),
+        unanswered=sum(not record.chunks for record in sent),
+        ttft_s=distribution(record.ttft_s for record in sent),
     )
 
 
@@ -104,19 +157,25 @@ def distribution(values: Iterable[float | None] | npt.NDArray[np.float64]) -> Di
     return Distribution(numbers.size, float(numbers.mean()), p50, p90, p99, float(numbers.max()))
 
 
-def tokens_by_engine(records: Iterable[RequestRecord]) -> dict[str, int]:
-    """Output tokens by the engine named in their chunk; `UNREPORTED` where none is named."""
+def tokens_by_engine(
+    records: Iterable[RequestRecord], start_s: float = -math.inf, end_s: float = math.inf
+) -> dict[str, int]:
+    """Output tokens that arrived in that time, by the engine named in their chunk.
+
+    Those of a chunk that names none are under `UNREPORTED`.
+    """
     tokens: Counter[str] = Counter()
     for record in records:
         for chunk in record.chunks:
-            tokens[chunk.engine or UNREPORTED] += chunk.tokens
+            if start_s <= chunk.time_s < end_s:
+                tokens[chunk.engine or UNREPORTED] += chunk.tokens
     return dict(sorted(tokens.items()))
 
 
 def _gaps(
-    records: Iterable[RequestRecord],
+    records: Iterable[RequestRecord], start_s: float = -math.inf, end_s: float = math.inf
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Seconds between a chunk and the one before it, and the tokens of the later chunk.
+    """Seconds between a chunk that arrived in that time and the one before it, and its tokens.
 
     A gap that ends in k tokens is k inter-token latencies of a k-th of it: a server that bundles
     tokens gains nothing in ITL, and the gap that its user sees is reported beside it.
@@ -125,8 +184,9 @@ def _gaps(
     tokens: list[int] = []
     for record in records:
         for before, chunk in zip(record.chunks, record.chunks[1:], strict=False):
-            gaps.append(chunk.time_s - before.time_s)
-            tokens.append(chunk.tokens)
+            if start_s <= chunk.time_s < end_s:
+                gaps.append(chunk.time_s - before.time_s)
+                tokens.append(chunk.tokens)
     return np.array(gaps, dtype=np.float64), np.array(tokens, dtype=np.int64)
 
 

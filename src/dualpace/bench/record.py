@@ -26,7 +26,7 @@ class RequestRecord:
     `sent_s` is when the request was really written; it lies after `request.arrival_s` where the
     client was late or a concurrency limit held it back. `estimated` is set where the server told
     only the total of tokens, and the tokens of single chunks are a guess. `error` is None for a
-    request that was answered to its end.
+    request that did not fail. `cut` is set where the replay was ended before the answer was.
     """
 
     request: LoadRequest
@@ -37,10 +37,12 @@ class RequestRecord:
     finish_reason: str | None = None
     estimated: bool = False
     error: str | None = None
+    cut: bool = False
 
     @property
     def ok(self) -> bool:
-        return self.error is None
+        """True for a request that was answered to its end."""
+        return self.error is None and not self.cut
 
     @property
     def output_tokens(self) -> int:

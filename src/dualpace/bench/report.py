@@ -6,7 +6,7 @@ Computes nothing: the numbers are `metrics`'.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,13 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from dualpace.bench.metrics import UNREPORTED, Distribution, Summary, tokens_by_engine
+from dualpace.bench.metrics import (
+    UNREPORTED,
+    Distribution,
+    Summary,
+    WindowSummary,
+    tokens_by_engine,
+)
 from dualpace.bench.record import RequestRecord
 
 CSV_COLUMNS = (
@@ -68,6 +74,9 @@ def report_table(circumstances: Circumstances, summary: Summary) -> Table:
     if summary.failed:
         text = f"[red]{summary.failed}[/red] (after {summary.failed_tokens} tokens)"
         _add_count(table, "failed", text)
+    if summary.unfinished:
+        text = f"[yellow]{summary.unfinished}[/] (after {summary.unfinished_tokens} tokens)"
+        _add_count(table, "unfinished", text)
     if summary.wrong_length:
         _add_count(table, "wrong length", f"[yellow]{summary.wrong_length}[/]")
     if summary.estimated:
@@ -75,10 +84,7 @@ def report_table(circumstances: Circumstances, summary: Summary) -> Table:
     _add_count(table, "duration", _seconds(summary.duration_s))
     _add_count(table, "output tokens/s", _number(summary.output_tokens_per_s))
     _add_count(table, "total tokens/s", _number(summary.total_tokens_per_s))
-    if set(summary.tokens_by_engine) - {UNREPORTED}:
-        for engine, tokens in summary.tokens_by_engine.items():
-            share = tokens / summary.output_tokens
-            _add_count(table, f"output tokens, {escape(engine)}", f"{tokens:,} ({share:.0%})")
+    _add_engines(table, summary.tokens_by_engine)
     table.add_section()
     _add_times(table, "TTFT", summary.ttft_s)
     _add_times(table, "ITL", summary.itl_s)
@@ -87,6 +93,8 @@ def report_table(circumstances: Circumstances, summary: Summary) -> Table:
     _add_times(table, "normalized latency", summary.normalized_latency_s)
     _add_times(table, "latency", summary.latency_s)
     _add_times(table, "send lag of client", summary.send_lag_s)
+    if summary.window:
+        _add_window(table, summary.window)
     return table
 
 
@@ -106,6 +114,27 @@ def write_csv(path: Path, records: Iterable[RequestRecord]) -> None:
                     record.finish_reason, record.error,
                 )
             )  # fmt: skip
+
+
+def _add_window(table: Table, window: WindowSummary) -> None:
+    table.add_section()
+    _add_count(table, "window", f"{window.start_s:.1f} – {window.end_s:.1f} s")
+    _add_count(table, "output tokens/s", _number(window.output_tokens_per_s))
+    _add_engines(table, window.tokens_by_engine)
+    sent = f"{window.requests}"
+    if window.unanswered:
+        sent += f", [yellow]{window.unanswered}[/] without a token"
+    _add_count(table, "requests sent", sent)
+    _add_times(table, "TTFT", window.ttft_s)
+    _add_times(table, "ITL", window.itl_s)
+
+
+def _add_engines(table: Table, tokens_by_engine: Mapping[str, int]) -> None:
+    if set(tokens_by_engine) - {UNREPORTED}:
+        total = sum(tokens_by_engine.values())
+        for engine, tokens in tokens_by_engine.items():
+            share = tokens / total
+            _add_count(table, f"output tokens, {escape(engine)}", f"{tokens:,} ({share:.0%})")
 
 
 def _add_count(table: Table, name: str, text: str) -> None:

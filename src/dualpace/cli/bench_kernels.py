@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -19,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dualpace.cli.errors import explained
+from dualpace.cli.options import JsonFile, require_folders
 from dualpace.core.config import format_size
-from dualpace.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dualpace.cpu.kernel_bench import KernelReport
@@ -40,9 +39,7 @@ def kernels(
     torch: Annotated[
         bool, typer.Option("--torch/--no-torch", help="Measure torch's linear layers beside.")
     ] = True,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the report as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure the CPU engine's kernels on this machine, against its read bandwidth.
 
@@ -50,8 +47,7 @@ def kernels(
     """
     errors = Console(stderr=True)
     with explained(code=2):
-        if json_file and not json_file.parent.is_dir():
-            raise ConfigError(f"cannot write {json_file}: {json_file.parent} is not a folder")
+        require_folders(json_file)
         report = _measure(errors, cpu_cores, cpu_isa, quick, torch)
     from dualpace.bench.hardware import describe_machine
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dualpace.cli.errors import explained
 from dualpace.cli.logs import set_up_logging
-from dualpace.cli.serve import CpuCores, GpuKvTokens, HostKvSize, MaxModelLen, Model
+from dualpace.cli.options import CpuCores, GpuKvTokens, HostKvSize, MaxModelLen, Model
 from dualpace.core.errors import RequestError
 from dualpace.core.sampling import SamplingParams
 from dualpace.llm import LLM

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -32,8 +31,8 @@ from dualpace.bench.load import AZURE_CONV_2023, LengthModel, draw_prompts
 from dualpace.bench.metrics import Summary, summarize
 from dualpace.bench.plots import plot_tokens
 from dualpace.bench.report import Circumstances, report_table
-from dualpace.cli.bench import print_failures, progress_bar
 from dualpace.cli.errors import explained
+from dualpace.cli.replays import print_failures, progress_bar, today
 from dualpace.core.errors import DualPaceError
 
 MODEL = "smollm2"
@@ -179,7 +178,7 @@ def _replay(console: Console, base_url: str, model: str) -> Summary:
         model=model,
         base_url=base_url,
         hardware=describe_machine(),
-        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        date=today(),
         load=f"{len(load)} requests at once, {GPU_KV_TOKENS} tokens of GPU KV",
     )
     print_failures(console, summary.failures)

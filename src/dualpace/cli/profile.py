@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,15 @@ from rich.table import Table
 
 from dualpace.cli.errors import explained
 from dualpace.cli.logs import set_up_logging
-from dualpace.cli.serve import CpuCores, GpuKvTokens, HostKvSize, MaxModelLen, Model
+from dualpace.cli.options import (
+    CpuCores,
+    GpuKvTokens,
+    HostKvSize,
+    LoadFormat,
+    MaxModelLen,
+    Model,
+)
+from dualpace.cli.replays import today
 from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.messages import GPU
 from dualpace.core.plan import Tier
@@ -48,7 +55,7 @@ def run(
     host_kv_size: HostKvSize = "auto",
     cpu_cores: CpuCores = None,
     max_model_len: MaxModelLen = None,
-    load_format: Annotated[str, typer.Option(help="auto, or dummy for random weights.")] = "auto",
+    load_format: LoadFormat = "auto",
     seconds: Annotated[
         float, typer.Option(min=0.0, help="About how long to measure, loading apart.")
     ] = 30.0,
@@ -130,7 +137,7 @@ def _store(model: str, config: EngineConfig, fingerprint: Fingerprint, measured:
     """Save and print; what an interrupted run did not reach stays as it was."""
     profile = Profile(
         model=model,
-        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        date=today(),
         fingerprint=fingerprint,
         gpu_kv_tokens=measured.gpu_kv_tokens,
         host_kv_tokens=config.host_pages * config.page_tokens,

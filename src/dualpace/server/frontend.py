@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -37,7 +37,7 @@ from dualpace.server.errors import NotReadyError
 from dualpace.server.journal import Journal, JournalEntry, Released
 from dualpace.server.metrics import ENGINES, Metrics
 from dualpace.server.stream import Delta, Stream
-from dualpace.server.tokenizer import Tokenizer
+from dualpace.server.tokenizer import NO_TOKENIZER, NoTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,16 @@ class Frontend:
     def accepting(self) -> bool:
         """True while requests are taken: one engine's absence is bridged once both were there."""
         return "gpu" in self._up and all(engine in self._capacity for engine in self._engines)
+
+    @property
+    def kv_tokens(self) -> Mapping[EngineName, int]:
+        """Tokens of KV that each engine holds room for, once it has answered."""
+        return self._capacity
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a request, prompt and output: what the model allows and a pool holds."""
+        return min(self.limits.max_model_len, max(self._capacity.values()))
 
     def engine_down(self, engine: EngineName) -> None:
         """The engine died and will be started again; its requests come back as `Lost`."""
@@ -177,7 +187,6 @@ class Frontend:
         index: int,
         stream: Stream,
     ) -> Submit:
-        longest = min(self.limits.max_model_len, max(self._capacity.values()))
         state = RequestState(
             id=request_id,
             arrival=self._arrivals,
@@ -185,7 +194,7 @@ class Frontend:
             prompt=prompt,
             output=[],
             params=params.resolve(
-                eos_ids=self.limits.eos_ids, room=longest - len(prompt), choice=choice
+                eos_ids=self.limits.eos_ids, room=self.longest - len(prompt), choice=choice
             ),
         )
         self._arrivals += 1
@@ -209,6 +218,8 @@ class Frontend:
                 f"{prompts} prompts with n={params.n} are more than {MAX_CHOICES} choices",
                 param="n" if params.n > 1 else "prompt",
             )
+        if params.stop and isinstance(self.tokenizer, NoTokenizer):
+            raise RequestError(NO_TOKENIZER, param="stop")
         if any(len(stop) > MAX_STOP_CHARACTERS for stop in params.stop or ()):
             raise RequestError(
                 f"a stop string is longer than {MAX_STOP_CHARACTERS} characters", param="stop"

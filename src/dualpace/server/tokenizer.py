@@ -1,9 +1,19 @@
-"""What the server asks of a tokenizer, and nothing about where one comes from."""
+"""What the server asks of a tokenizer, and one for servers that have none.
+
+Knows nothing about where a tokenizer comes from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
+
+from dualpace.core.errors import RequestError
+
+NO_TOKENIZER = (
+    "this server runs without a tokenizer (--skip-tokenizer-init): prompts must be token ids, "
+    "and there are no stop strings"
+)
 
 
 class Tokenizer(Protocol):
@@ -20,3 +30,16 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation up to where the assistant speaks. Raises if it cannot be told."""
         ...
+
+
+class NoTokenizer:
+    """Refuses text and makes none: for requests whose prompts are token ids."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise RequestError(NO_TOKENIZER, param="prompt")
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        raise RequestError(NO_TOKENIZER, param="messages")

@@ -1,0 +1,134 @@
+"""`dualpace bench offline`: what `bench serve` measures, with the engines but without HTTP.
+
+The client is a coroutine per request on the frontend's own event loop, so that a token's arrival is
+the moment at which a Python program would have it. Options and report are those of `cli.replays`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from dualpace.bench.hardware import describe_machine
+from dualpace.bench.load import LoadRequest
+from dualpace.bench.record import Chunk, RequestRecord
+from dualpace.bench.replay import Progress, Tally
+from dualpace.bench.replay import replay as replay_load
+from dualpace.bench.report import Circumstances
+from dualpace.cli.errors import explained
+from dualpace.cli.logs import level_of, set_up_logging
+from dualpace.cli.options import MODEL_HELP, EngineFlags, LogLevel, takes_options
+from dualpace.cli.replays import Load, LoadFlags, Measurement, PaceFlags, ReportFlags, today
+from dualpace.core.config import EngineOptions
+from dualpace.core.messages import CPU, GPU
+from dualpace.core.sampling import SamplingParams
+from dualpace.models.registry import has_tokenizer, resolve
+from dualpace.server.frontend import Frontend
+from dualpace.wiring import Server
+
+
+@takes_options
+def offline(
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
+    load_flags: LoadFlags,
+    pace: PaceFlags,
+    files: ReportFlags,
+    engines: EngineFlags,
+    log_level: LogLevel = "warning",
+) -> None:
+    """Replay a load against engines in this program; print a table, and a JSON line last.
+
+    --seed is that of lengths, arrivals, prompts and dummy weights. A checkpoint without tokenizer
+    files runs without a tokenizer. Exits with 1 if no request succeeded. Ctrl-C ends the replay
+    and reports what there is.
+    """
+    set_up_logging(level_of(log_level))
+    errors = Console(stderr=True)
+    with explained(code=2):
+        files.check()
+        pace.check()
+        load = load_flags.build()
+        if engines.tokenizer is None and not has_tokenizer(resolve(model)):
+            engines = dataclasses.replace(engines, skip_tokenizer_init=True)
+        options = engines.options(model)
+        measurement, facts = asyncio.run(_measure(options, load, pace, errors))
+    rooms = f"KV room {facts['gpu_kv_tokens']} + {facts['host_kv_tokens']}"
+    circumstances = Circumstances(
+        model=options.served_model_name or model,
+        base_url="",
+        hardware=files.hardware or describe_machine(),
+        date=today(),
+        load=f"{measurement.load.text}{pace.text}; {options.policy}, {rooms}",
+    )
+    measurement.report(circumstances, files, errors, facts)
+
+
+async def _measure(
+    options: EngineOptions, load: Load, pace: PaceFlags, console: Console
+) -> tuple[Measurement, dict[str, Any]]:
+    """The measurement, and what it was measured on."""
+    with console.status("starting the engines"):
+        server = await Server.start(options)
+    try:
+        frontend, config = server.frontend, server.config
+        facts = {
+            "offline": True,
+            "policy": config.policy,
+            "device": config.device,
+            "dtype": config.dtype,
+            "gpu_kv_tokens": frontend.kv_tokens[GPU],
+            "host_kv_tokens": frontend.kv_tokens.get(CPU, 0),
+            "detokenized": not options.skip_tokenizer_init,
+        }
+        measurement = Measurement(
+            load.clipped(frontend.longest), pace, server.spec.vocab_size, options.seed
+        )
+        await measurement.run(partial(replay_in_process, frontend), console)
+    finally:
+        await server.close()
+    return measurement, facts
+
+
+async def replay_in_process(
+    frontend: Frontend,
+    load: Sequence[LoadRequest],
+    prompts: Sequence[list[int]],
+    *,
+    max_concurrency: int | None = None,
+    seconds: float | None = None,
+    stop: asyncio.Event | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> list[RequestRecord]:
+    """`bench.replay.replay` against a frontend. prompts: token ids, one list per request."""
+
+    async def send(index: int, record: RequestRecord, tally: Tally) -> None:
+        count = record.request.output_tokens
+        params = SamplingParams(
+            temperature=0.0, max_tokens=count, min_tokens=count, ignore_eos=True
+        )
+        stream = frontend.submit([prompts[index]], params)
+        try:
+            while deltas := await stream.take():
+                now = tally.now()
+                for delta in deltas:
+                    if tokens := len(delta.token_ids):
+                        record.chunks.append(Chunk(now, tokens, delta.engine))
+                        tally.add_tokens(tokens, now)
+                    record.finish_reason = delta.finish_reason
+        finally:
+            stream.close()
+
+    return await replay_load(
+        load,
+        send,
+        max_concurrency=max_concurrency,
+        seconds=seconds,
+        stop=stop,
+        on_progress=on_progress,
+    )

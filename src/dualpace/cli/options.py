@@ -1,0 +1,137 @@
+"""Options that several commands share, declared once.
+
+Typer reads a command's options off its parameters. `takes_options` lets one parameter stand for a
+whole group: a dataclass whose fields are declared as Typer's options are. Knows no command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import msgspec
+import typer
+
+from dualpace.core.config import ISAS, EngineOptions
+from dualpace.core.errors import ConfigError
+
+Result = TypeVar("Result")
+DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineOptions)}
+MODEL_HELP = "Alias (smollm2), .gguf file, or Hugging Face checkpoint directory."
+
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+GpuKvTokens = Annotated[
+    int | None,
+    typer.Option(help="KV room on the GPU, in tokens. Default: the memory left; 0 without a GPU."),
+]
+HostKvSize = Annotated[str, typer.Option(help="KV room on the host, such as 40GiB, or auto.")]
+CpuCores = Annotated[
+    int | None, typer.Option(help="Cores of the CPU engine. Default: all but a small reserve.")
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest prompt plus output. Default: the model's own limit.")
+]
+LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")]
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Everything in `EngineOptions` but the model, for commands that start engines."""
+
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name in the API and in reports. Default: MODEL as given.")
+    ] = None
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if not the model's.")] = None
+    skip_tokenizer_init: Annotated[
+        bool,
+        typer.Option(
+            "--skip-tokenizer-init",
+            help="Run without a tokenizer: prompts must be token ids, and output has no text.",
+        ),
+    ] = DEFAULTS["skip_tokenizer_init"]
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = DEFAULTS["dtype"]
+    load_format: LoadFormat = DEFAULTS["load_format"]
+    max_model_len: MaxModelLen = None
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step of an engine.")] = (
+        DEFAULTS["max_num_seqs"]
+    )
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens in one GPU step. Default: 1024, 512 on the stand-in."),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="Share of the GPU's memory to use.")
+    ] = DEFAULTS["gpu_memory_utilization"]
+    gpu_kv_tokens: GpuKvTokens = None
+    host_kv_size: HostKvSize = DEFAULTS["host_kv_size"]
+    cpu_cores: CpuCores = None
+    cpu_isa: Annotated[
+        str, typer.Option(help=f"Instruction set of the CPU engine: {', '.join(ISAS)}.")
+    ] = DEFAULTS["cpu_isa"]
+    policy: Annotated[str, typer.Option(help="dualpace or gpu-only.")] = DEFAULTS["policy"]
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = DEFAULTS["device"]
+    page_tokens: Annotated[int, typer.Option(help="Tokens in a KV page: 16, 32 or 64.")] = DEFAULTS[
+        "page_tokens"
+    ]
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(help="Plan a GPU step while the one before it runs. Default: on a GPU."),
+    ] = DEFAULTS["async_scheduling"]
+    seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = DEFAULTS["seed"]
+
+    def options(self, model: str) -> EngineOptions:
+        """Raises `ConfigError` naming the flag whose value cannot work."""
+        return EngineOptions(model=model, **vars(self))
+
+
+def takes_options(command: Callable[..., Result]) -> Callable[..., Result]:
+    """`command` in the form that Typer reads: the fields of its dataclass parameters as options.
+
+    A name that occurs more than once is one option, which each place gets; the first declares it.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, type[Any]] = {}
+    options: dict[str, inspect.Parameter] = {}
+    for name, parameter in signature.parameters.items():
+        kind = parameter.annotation
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            options.setdefault(name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        groups[name] = kind
+        hints = get_type_hints(kind, include_extras=True)
+        for field in dataclasses.fields(kind):
+            options.setdefault(
+                field.name,
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=hints[field.name],
+                ),
+            )
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Result:
+        arguments = {name: given[name] for name in signature.parameters if name not in groups}
+        for name, kind in groups.items():
+            fields = dataclasses.fields(kind)
+            arguments[name] = kind(**{field.name: given[field.name] for field in fields})
+        return command(**arguments)
+
+    run.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: option.annotation for name, option in options.items()}
+    return run
+
+
+def require_folders(*files: Path | None) -> None:
+    """Fail before the work, not after it, where a result could not be written."""
+    for file in files:
+        if file and not file.parent.is_dir():
+            raise ConfigError(f"cannot write {file}: {file.parent} is not a folder")

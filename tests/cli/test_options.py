@@ -1,0 +1,56 @@
+"""Groups of options: declared once, spread over commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from typer.testing import CliRunner
+
+from dualpace.cli.options import EngineFlags, takes_options
+from dualpace.core.config import EngineOptions
+
+
+@dataclass(frozen=True)
+class Size:
+    width: Annotated[int, typer.Option(min=1)] = 3
+    unit: str = "m"
+
+
+@dataclass(frozen=True)
+class Weight:
+    unit: str = "kg"
+    heavy: bool = False
+
+
+def run(*arguments: str) -> list[str]:
+    seen: list[object] = []
+
+    @takes_options
+    def command(name: str, weight: Weight, size: Size, count: int = 1) -> None:
+        """Take it."""
+        seen.extend((name, weight, size, count))
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, arguments)
+    return [str(each) for each in seen] if result.exit_code == 0 else [result.output]
+
+
+def test_the_fields_of_a_group_are_options_of_the_command() -> None:
+    assert run("x", "--width", "7", "--heavy", "--count", "2") == [
+        "x", "Weight(unit='kg', heavy=True)", "Size(width=7, unit='kg')", "2",
+    ]  # fmt: skip
+    assert "--width" in run("x", "--width", "0")[0]
+
+
+def test_a_name_that_groups_share_is_one_option_for_both() -> None:
+    assert run("x", "--unit", "lb")[1:3] == [
+        "Weight(unit='lb', heavy=False)", "Size(width=3, unit='lb')",
+    ]  # fmt: skip
+
+
+def test_engine_flags_cover_every_engine_option_with_its_default() -> None:
+    assert EngineFlags().options("m") == EngineOptions(model="m")
+    assert {*vars(EngineFlags()), "model"} == set(EngineOptions.__struct_fields__)
