@@ -53,8 +53,8 @@ from dualpace.supervisor import Launch, Supervisor
 logger = logging.getLogger(__name__)
 
 ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
-# Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, half a second for 512
-# of a small one on the stand-in.
+# Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, half a second for
+# 512 of a small one on the stand-in.
 BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 512}
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
