@@ -53,15 +53,20 @@ class Batch(msgspec.Struct, frozen=True):
         return sum(len(row.tokens) for row in self.rows)
 
 
+CopyKind = Literal["load", "store", "land"]
+
+
 class CopyJob(msgspec.Struct, frozen=True):
     """Move one request's pages between the tiers: page `source[i]` to page `target[i]`.
 
-    "load" brings host pages to the GPU (promotion), "store" takes GPU pages to the host.
+    "load" brings host pages to the GPU (promotion), "store" takes GPU pages to the host (demotion).
+    "land" names no pages: it ends when all that steps launched before have computed for the
+    request's host pages has arrived there.
     """
 
     number: int
     request_id: str
-    kind: Literal["load", "store"]
+    kind: CopyKind
     source: list[int]
     target: list[int]
 

@@ -6,9 +6,8 @@ Holds numbers and names; the copies themselves are the executor's.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
 
-from dualpace.core.plan import CopyJob
+from dualpace.core.plan import CopyJob, CopyKind
 
 
 class TransferLedger:
@@ -28,7 +27,7 @@ class TransferLedger:
         return not self._uses
 
     def open(
-        self, request_id: str, kind: Literal["load", "store"], source: list[int], target: list[int]
+        self, request_id: str, kind: CopyKind, source: list[int], target: list[int]
     ) -> CopyJob:
         """A new job; it counts as a use until `close`."""
         self._issued += 1

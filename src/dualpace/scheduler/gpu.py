@@ -208,8 +208,6 @@ class GpuScheduler(SchedulerBase):
         self.emit_token(TokenEvent(row.id, state.epoch, len(state.output) - 1, token, finish))
         if finish is not None:
             self.end(row)
-        elif row.phase is Phase.LANDING:
-            self.mover.hand_off(row)
         elif row.phase is Phase.DEMOTING:
             self.mover.store_when_still(row)
 
@@ -239,8 +237,7 @@ class GpuScheduler(SchedulerBase):
         self.step_ended(batch.number)
         for part in batch.rows:
             if part.tier == "host":
-                self.ledger.end_use(part.request_id)
-                self.mover.use_ended(part.request_id)
+                self.mover.land(part.request_id)
 
     # -- copies ----------------------------------------------------------------------------------
 

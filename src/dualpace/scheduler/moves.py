@@ -92,6 +92,12 @@ class Mover:
         row.phase = Phase.RESERVING
         self._ask_for_pages(row)
 
+    def land(self, request_id: str) -> None:
+        """A step that computes for host pages of the request has ended: see that it arrives there,
+        which is a use of those pages like the step."""
+        self._copies.append(self.gpu.ledger.open(request_id, "land", [], []))
+        self.gpu.ledger.end_use(request_id)
+
     def hand_off(self, row: Row) -> None:
         """The row's KV lies complete on the host: it is the CPU engine's from here on."""
         state = row.state
@@ -186,7 +192,8 @@ class Mover:
     def copied(self, job: CopyJob, error: Exception | None) -> None:
         """A copy has ended: its pages may go, and its row goes on."""
         self.gpu.ledger.close(job)
-        self.gpu.pool.drop(self._copy_tables.pop(job.number))
+        if job.kind != "land":
+            self.gpu.pool.drop(self._copy_tables.pop(job.number))
         self.use_ended(job.request_id)
         if error is not None:
             logger.error("%s of %s failed: %s", job.kind, job.request_id, error, exc_info=error)
@@ -200,6 +207,13 @@ class Mover:
             else:
                 self.gpu.send(CPU, Cancel(row.id, row.state.epoch))
                 row.phase = Phase.DECODE
+        elif row.tier == "host" and job.kind == "land" and error is not None:
+            if self.host_up:
+                self.gpu.send(CPU, Cancel(row.id, row.state.epoch))
+            self.gpu.enqueue(row)
+        elif row.phase is Phase.LANDING and job.kind == "land":
+            if not row.steps and not self.gpu.ledger.in_use(row.id):
+                self.hand_off(row)
         elif row.phase is Phase.LOADING and job.kind == "load":
             if self.host_up:
                 self.gpu.send(CPU, Loaded(row.id, row.state.epoch))

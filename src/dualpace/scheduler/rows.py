@@ -25,7 +25,7 @@ class Phase(enum.Enum):
     RESERVING = "reserving"  # host pages asked for
     PREFILL = "prefill"  # has pages in `tier`, some positions not computed
     DECODE = "decode"  # on the GPU, only its last token not computed
-    LANDING = "landing"  # the last of its prompt is being computed into host pages
+    LANDING = "landing"  # the last of its prompt is being computed, or on its way to host pages
     DEMOTING = "demoting"  # on the GPU, host pages asked for
     STORING = "storing"  # its KV is being copied to the host
     REMOTE = "remote"  # the CPU engine's

@@ -21,30 +21,44 @@ UNCHECKED_TOKEN = 0  # every token of a simulation without KV contents
 
 
 class SimulatedMemory:
-    """Token ids in KV pages of both tiers; what was never written reads as -1."""
+    """Token ids in KV pages of both tiers; what was never written reads as -1.
+
+    What a GPU step computes for host pages is in transit, seen by the request's later steps only,
+    until it has landed.
+    """
 
     def __init__(self, page_tokens: int) -> None:
         self.page_tokens = page_tokens
         self._pages: dict[tuple[Tier, int], list[int]] = {}
+        self._transit: dict[str, dict[tuple[int, int], int]] = {}
 
     def page(self, tier: Tier, page: int) -> list[int]:
         return self._pages.setdefault((tier, page), [-1] * self.page_tokens)
 
-    def write(self, row: BatchRow, tokens: list[int]) -> None:
-        """The step's KV goes to the row's pages."""
+    def write(self, row: BatchRow, tokens: list[int], *, transit: bool) -> None:
+        """The step's KV goes to the row's pages, or on its way there."""
         for position, token in enumerate(tokens, row.start):
             page, slot = divmod(position, self.page_tokens)
-            self.page(row.tier, row.pages[page])[slot] = token
+            if transit:
+                places = self._transit.setdefault(row.request_id, {})
+                places[row.pages[page], slot] = token
+            else:
+                self.page(row.tier, row.pages[page])[slot] = token
 
-    def read(self, row: BatchRow) -> list[int]:
+    def read(self, row: BatchRow, *, transit: bool) -> list[int]:
         """KV of positions 0 … end-1, as attention would read it."""
+        under_way = self._transit.get(row.request_id, {}) if transit else {}
         tokens: list[int] = []
         for page in row.pages:
-            tokens += self.page(row.tier, page)
+            slots = self.page(row.tier, page)
+            tokens += [under_way.get((page, slot), token) for slot, token in enumerate(slots)]
         return tokens[: row.end]
 
     def copy(self, job: CopyJob) -> None:
-        """Carry out a load or a store."""
+        """Carry out a load or a store, or let land what is in transit."""
+        if job.kind == "land":
+            for (page, slot), token in self._transit.pop(job.request_id, {}).items():
+                self.page("host", page)[slot] = token
         source: Tier = "host" if job.kind == "load" else "gpu"
         target: Tier = "gpu" if job.kind == "load" else "host"
         for old, new in zip(job.source, job.target, strict=True):
@@ -81,7 +95,8 @@ class SimulatedExecutor:
     """Implements `core.plan.Executor`.
 
     `step_time(batch)` and `copy_time(job)` give seconds; `wake` is called at each completion;
-    `failure(batch)` may give an error that the step ends with instead of computing anything.
+    `failure(batch)` may give an error that the step ends with instead of computing anything; with
+    `lands`, what is computed for host pages arrives there by a copy of the kind "land" only.
     Steps run one after the other, copies beside them. Without `memory` every token is the same.
     """
 
@@ -93,8 +108,11 @@ class SimulatedExecutor:
         copy_time: Callable[[CopyJob], float],
         wake: Callable[[], None],
         failure: Callable[[Batch], Exception | None] = lambda batch: None,
+        *,
+        lands: bool = False,
     ) -> None:
         self._clock = clock
+        self._lands = lands
         self._memory = memory
         self._step_time = step_time
         self._copy_time = copy_time
@@ -141,11 +159,20 @@ class SimulatedExecutor:
         for row in batch.rows:
             # The step before may have failed, and this one be garbage that nobody will look at.
             last = self._sampled.get(row.request_id, UNCHECKED_TOKEN)
-            self._memory.write(row, [last] if row.tokens == [PENDING] else row.tokens)
-        tokens = [next_token(self._memory.read(row)) if row.sample else None for row in batch.rows]
+            known = [last] if row.tokens == [PENDING] else row.tokens
+            self._memory.write(row, known, transit=self._in_transit(row))
+        tokens = [
+            next_token(self._memory.read(row, transit=self._in_transit(row)))
+            if row.sample
+            else None
+            for row in batch.rows
+        ]
         self._sampled = {
             row.request_id: token
             for row, token in zip(batch.rows, tokens, strict=True)
             if token is not None
         }
         return tokens
+
+    def _in_transit(self, row: BatchRow) -> bool:
+        return self._lands and row.tier == "host"

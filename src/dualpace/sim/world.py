@@ -198,7 +198,13 @@ class World:
 
         port = self.network.port(name, notice)
         executor = SimulatedExecutor(
-            self.clock, self.memory, step_time, self.hardware.copy, turn, failure
+            self.clock,
+            self.memory,
+            step_time,
+            self.hardware.copy,
+            turn,
+            failure,
+            lands=name == GPU,
         )
         loop = EngineLoop(scheduler, executor, port, self.clock, depth)
         engine = Engine(loop, port, executor)
