@@ -80,7 +80,8 @@ def test_a_failing_request_stops_no_other(server_url: str) -> None:
 def test_a_server_that_dies_in_mid_stream_fails_every_request(
     start_server: Callable[[], str],
 ) -> None:
-    records = run(start_server(), "fatal")
+    # Longer than what a stream gets out before it takes the server down.
+    records = run(start_server(), "fatal", [LoadRequest(5, 9)] * 30)
     assert all(record.error for record in records)
     assert max(record.output_tokens for record in records) <= 4
 
