@@ -225,7 +225,7 @@ class GpuScheduler(SchedulerBase):
             for row, part in rows:
                 row.rewind(part)
                 if row.phase is Phase.DEMOTING:
-                    self.mover.store_when_still(row)
+                    self.mover.rewound(row)
             return
         logger.error("step %d failed: %s", batch.number, error, exc_info=error)
         for row, _ in rows:

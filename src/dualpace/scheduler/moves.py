@@ -153,6 +153,17 @@ class Mover:
         self._copy(row.id, "store", row.table, row.table.pages[:count], row.host_pages[:count])
         row.phase = Phase.STORING
 
+    def rewound(self, row: Row) -> None:
+        """A step of a row under demotion has failed. If that was a part of its prompt, there is
+        nothing that the CPU engine could go on with."""
+        if row.computed == row.state.num_tokens - 1:
+            self.store_when_still(row)
+            return
+        self.gpu.send(CPU, Cancel(row.id, row.state.epoch))
+        row.state.epoch += 1  # a grant that is on its way is not for what it asks next
+        self.gpu.moves["preempted"] += 1
+        self.gpu.enqueue(row)
+
     # -- promotion -------------------------------------------------------------------------------
 
     def promote(self, row: Row) -> None:
