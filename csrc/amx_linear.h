@@ -1,21 +1,19 @@
 // The bfloat16 linear layer on tiles: loops and blocking, over any tile unit.
 //
-// A tile unit has eight registers of 16 rows x 64 bytes and multiplies pairs of bfloat16. `amx.cpp`
-// gives this the hardware's, `amx_emulated.cpp` one in plain C++, so that the loops are tested where
-// there is no AMX. Everything is in an unnamed namespace and no C++ library header is included: the
-// units that include this may be compiled with different flags.
+// Everything is in an unnamed namespace and no C++ library header is included: the units that include
+// this are compiled with different flags.
 //
 // Registers: 0 … 3 sums (row block x panel), 4 and 5 activations, 6 and 7 weights.
 #pragma once
 
-#include "kernels.h"
+#include "amx.h"
 
 namespace dualpace {
 namespace {
 
-constexpr int kTileRows = 16;
-constexpr int kStepBytes = kAlignK * 2;           // one row of an activation tile: 32 values of k
-constexpr int kTileBytes = kTileRows * kStepBytes;  // weights of 32 k x 16 columns: one KiB
+// A step is 32 values of k: one row of an activation tile, and one tile of weights of 16 columns.
+constexpr int kStepBytes = kAlignK * 2;
+static_assert(kStepBytes == kTileRowBytes, "steps are tiles");
 
 // Up to 32 rows every weight is used once, and fetched so many tiles ahead: longer than a memory
 // access takes.

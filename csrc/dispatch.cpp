@@ -59,13 +59,14 @@ bool has_amx() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// `base` with the linear layers of bfloat16 weights on tiles.
+// `base` with linear layers of bfloat16 weights and attention to bfloat16 KV on tiles.
 const KernelTable* with_amx(const KernelTable* base) {
   static const KernelTable table = [base] {
     KernelTable copy = *base;
     copy.name = "amx";
     copy.activations[kBFloat16] = kBFloat16;
     copy.linear[kBFloat16] = amx_linear;
+    copy.attention[kBFloat16] = amx_attention;
     return copy;
   }();
   return &table;
@@ -85,6 +86,9 @@ const KernelTable* emulated_amx() {
     copy.name = "amx_emulated";
     copy.activations[kBFloat16] = kBFloat16;
     copy.linear[kBFloat16] = amx_emulated_linear;
+#if defined(DUALPACE_HAVE_AVX2)
+    if (has_avx512()) copy.attention[kBFloat16] = amx_emulated_attention;
+#endif
     return copy;
   }();
   return &table;
