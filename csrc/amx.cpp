@@ -1,17 +1,16 @@
-// Linear layers on AMX tiles.
+// Linear layers and attention on AMX tiles.
 //
 // Instructions are written out, because g++ 12 miscompiles around its own intrinsics: it takes
 // _tile_loadconfig for a read of eight bytes and _tile_loadd for no read of memory at all, and
-// deletes the stores before them. So this file needs no compiler flags either.
-#include "amx.h"
-
+// deletes the stores before them.
+#include "amx_attention.h"
 #include "amx_linear.h"
 
 namespace dualpace {
 namespace {
 
 struct HardwareTiles {
-  // Rows of sums and activations: up to 32, in two tiles. Weight tiles are always full.
+  // Rows in registers 0, 1 and 4, and, beyond 16, in 2, 3 and 5. Registers 6 and 7 are always full.
   static void configure(int rows) {
     struct alignas(64) {
       uint8_t palette = 1;
@@ -24,7 +23,7 @@ struct HardwareTiles {
     const int second = rows > kTileRows ? rows - kTileRows : 1;
     const int heights[8] = {first, first, second, second, first, second, kTileRows, kTileRows};
     for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = kStepBytes;
+      config.row_bytes[i] = kTileRowBytes;
       config.rows[i] = static_cast<uint8_t>(heights[i]);
     }
     __asm__ volatile("ldtilecfg %0" : : "m"(config) : "memory");
@@ -60,5 +59,6 @@ struct HardwareTiles {
 }  // namespace
 
 void amx_linear(const LinearArgs* args) { linear_on_tiles<HardwareTiles>(args); }
+void amx_attention(const AttentionArgs* args) { attention_on_tiles<HardwareTiles>(args); }
 
 }  // namespace dualpace

@@ -1,15 +1,12 @@
 // The bfloat16 linear layer on tiles: loops and blocking, over any tile unit.
 //
-// A tile unit has eight registers of 16 rows x 64 bytes and multiplies pairs of bfloat16. `amx.cpp`
-// gives this the hardware's, `amx_emulated.cpp` one in plain C++, so that the loops are tested where
-// there is no AMX. Everything is in an unnamed namespace and no C++ library header is included: the
-// units that include this may be compiled with different flags.
+// Everything is in an unnamed namespace and no C++ library header is included: the units that include
+// this are compiled with different flags.
 //
 // Registers: 0 … 3 sums (row block x panel), 4 and 5 activations, 6 and 7 weights.
 #pragma once
 
 #include "amx.h"
-#include "kernels.h"
 
 namespace dualpace {
 namespace {

@@ -10,17 +10,24 @@ namespace dualpace {
 namespace {
 
 constexpr int64_t kUnitCost = 32;    // what a unit costs beyond its tokens, in tokens
-constexpr int kPartsPerThread = 8;  // so that a slow thread holds the others up by little
+constexpr int kPartsPerThread = 8;   // so that a slow thread holds the others up by little
 constexpr int64_t kMinSplit = 128;   // shorter pieces cost more than they balance
 constexpr size_t kLine = 16;         // floats in a cache line
 
-// What AttentionArgs::scratch must hold: queries, sums, scores, running state, and one padded tile
-// of K or V for head sizes that are no multiple of 16.
+// What AttentionArgs::scratch must hold for any instruction set.
 size_t attention_scratch_floats(int group, int head_dim) {
   const size_t width = static_cast<size_t>(round_up(head_dim, 32));
   const size_t heads = static_cast<size_t>(group);
-  return heads * (2 * width + kTileTokens) + static_cast<size_t>(round_up(2 * group, 16)) +
-         kTileTokens * width;
+  // Vectors: queries, sums, scores, running state, and one padded tile of K or V for head sizes that
+  // are no multiple of 16.
+  const size_t vectors = heads * (2 * width + kTileTokens) +
+                         static_cast<size_t>(round_up(2 * group, 16)) + kTileTokens * width;
+  // Tiles: queries, sums and running state of blocks of 8 heads; scores of one block; its weights,
+  // each four times; and 16 rows of V.
+  const size_t padded_heads = static_cast<size_t>(round_up(group, 8));
+  const size_t tiles = padded_heads * (2 * width + 2) + 8 * kTileTokens + 8 * 4 * kTileTokens +
+                       8 * width;
+  return std::max(vectors, tiles);
 }
 
 constexpr size_t round_lines(size_t floats) { return (floats + kLine - 1) / kLine * kLine; }

@@ -29,14 +29,7 @@ struct WidenedCache : Values {
 };
 
 struct SplitBf16Values : Bf16Values {
-  static inline void disorder(__m512* a, __m512* b) {
-    const __m512i even =
-        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    const __m512 first = _mm512_permutex2var_ps(*a, even, *b);
-    *b = _mm512_permutex2var_ps(*a, odd, *b);
-    *a = first;
-  }
+  static inline void disorder(__m512* a, __m512* b) { deinterleave(a, b); }
 };
 
 struct Fp32Values {

@@ -333,13 +333,7 @@ struct Bf16Values {
     *a = widen_even(words);
     *b = widen_odd(words);
   }
-  static inline void order(__m512* a, __m512* b) {
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    const __m512 first = _mm512_permutex2var_ps(*a, low, *b);
-    *b = _mm512_permutex2var_ps(*a, high, *b);
-    *a = first;
-  }
+  static inline void order(__m512* a, __m512* b) { interleave(a, b); }
 };
 
 }  // namespace

@@ -34,6 +34,22 @@ inline __m512 widen_odd(__m512i words) {
   return _mm512_castsi512_ps(_mm512_and_si512(words, high_halves));
 }
 
+// 32 numbers in order <-> the even and the odd ones of them.
+inline void deinterleave(__m512* a, __m512* b) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  const __m512 first = _mm512_permutex2var_ps(*a, even, *b);
+  *b = _mm512_permutex2var_ps(*a, odd, *b);
+  *a = first;
+}
+inline void interleave(__m512* a, __m512* b) {
+  const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+  const __m512 first = _mm512_permutex2var_ps(*a, low, *b);
+  *b = _mm512_permutex2var_ps(*a, high, *b);
+  *a = first;
+}
+
 // e^x within 2 ulp: 2^n * e^r with |r| <= ln(2)/2 and the Taylor polynomial of degree 7 for e^r.
 // -inf gives 0 and a NaN stays one (operand order of min and max).
 inline __m512 exp16(__m512 x) {

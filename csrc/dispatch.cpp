@@ -59,7 +59,7 @@ bool has_amx() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// `base` with the linear layers of bfloat16 weights on tiles.
+// `base` with linear layers of bfloat16 weights and attention to bfloat16 KV on tiles.
 const KernelTable* with_amx(const KernelTable* base) {
   static const KernelTable table = [base] {
     KernelTable copy = *base;
@@ -67,6 +67,7 @@ const KernelTable* with_amx(const KernelTable* base) {
     copy.activations[kBFloat16] = kBFloat16;
     copy.linear[kBFloat16] = amx_linear;
     copy.on_tiles = true;
+    copy.attention[kBFloat16] = amx_attention;
     return copy;
   }();
   return &table;
@@ -87,6 +88,9 @@ const KernelTable* emulated_amx() {
     copy.activations[kBFloat16] = kBFloat16;
     copy.linear[kBFloat16] = amx_emulated_linear;
     copy.on_tiles = true;
+#if defined(DUALPACE_HAVE_AVX2)
+    if (has_avx512()) copy.attention[kBFloat16] = amx_emulated_attention;
+#endif
     return copy;
   }();
   return &table;

@@ -1,4 +1,4 @@
-"""Engines of every instruction set this machine has, with one thread and with two."""
+"""Engines of every instruction set here, software tiles too, with one thread and with two."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import pytest
 
 from dualpace.cpu import _native
 
+ISAS = [*_native.supported_isas(), "amx_emulated"]
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "engine" in metafunc.fixturenames:
         cores = sorted(os.sched_getaffinity(0))
-        cases = [(isa, n) for isa in _native.supported_isas() for n in (1, 2) if n <= len(cores)]
+        cases = [(isa, n) for isa in ISAS for n in (1, 2) if n <= len(cores)]
         metafunc.parametrize("engine", cases, indirect=True, ids=[f"{i}-{n}" for i, n in cases])
 
 

@@ -83,8 +83,12 @@ def softmax_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -
     return weights @ values.astype(np.float64) / weights.sum(-1, keepdims=True)
 
 
-def attend_in_poisoned_arena(engine, dtype, lengths, group, kv_heads, head_dim, spread=1.0):
+def attend_in_poisoned_arena(
+    engine, dtype, lengths, group, kv_heads, head_dim, spread=1.0, float_query=False
+):
     """Run rows of `lengths` over shuffled pages in which every unused slot is NaN.
+
+    Queries are numbers of the cache's type, or, with `float_query`, any.
 
     Returns the output and the float64 reference, [rows, heads, head_dim].
     """
@@ -96,7 +100,7 @@ def attend_in_poisoned_arena(engine, dtype, lengths, group, kv_heads, head_dim, 
     ids = rng.permutation(len(arena))[: sum(counts)].astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     query = spread * rng.standard_normal((len(lengths), kv_heads * group, head_dim))
-    query = query.astype(DTYPES[dtype]).astype(np.float32)  # as the cache: see the linear layers
+    query = query.astype(np.float32 if float_query else DTYPES[dtype]).astype(np.float32)
     want = np.empty(query.shape)
     for row, length in enumerate(lengths):
         kv = rng.standard_normal((2, kv_heads, length, head_dim)).astype(DTYPES[dtype])
@@ -137,6 +141,8 @@ def attend_in_poisoned_arena(engine, dtype, lengths, group, kv_heads, head_dim, 
         (4, 2, 128),
         (6, 1, 96),
         (11, 1, 48),
+        (12, 2, 64),
+        (17, 1, 160),
     ],
 )
 def test_attention_reads_only_the_slots_of_its_row(engine, dtype, group, kv_heads, head_dim):
@@ -145,10 +151,21 @@ def test_attention_reads_only_the_slots_of_its_row(engine, dtype, group, kv_head
     assert relative_l2(out, want).max() < 5e-6
 
 
+@pytest.mark.parametrize(("group", "head_dim"), [(3, 64), (8, 128)])
 @pytest.mark.parametrize("lengths", [[2000], [700, 1, 640, 3, 900]])
-def test_attention_of_long_contexts_is_cut_and_joined_exactly(engine, lengths):
-    out, want = attend_in_poisoned_arena(engine, "bfloat16", lengths, 3, 1, 64)
+def test_attention_of_long_contexts_is_cut_and_joined_exactly(engine, lengths, group, head_dim):
+    out, want = attend_in_poisoned_arena(engine, "bfloat16", lengths, group, 1, head_dim)
     assert relative_l2(out, want).max() < 5e-6
+
+
+@pytest.mark.parametrize("group", [4, 8])
+def test_attention_keeps_the_precision_of_queries_that_are_no_bfloat16(engine, group):
+    lengths = [1, 65, 300]
+    out, want = attend_in_poisoned_arena(
+        engine, "bfloat16", lengths, group, 1, 128, float_query=True
+    )
+    # Two bfloat16 in place of a float lose 2^-18 of it; one would lose 2^-9.
+    assert relative_l2(out, want).max() < 2e-5
 
 
 def test_attention_survives_spiky_logits(engine):

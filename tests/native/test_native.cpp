@@ -153,8 +153,8 @@ void callers_take_turns() {
 
 // -- kernels --------------------------------------------------------------------------------------
 
-void attention_is_whole_after_a_split(const KernelTable& kernels, DType dtype) {
-  const int group = 5, kv_heads = 2, dim = 48, page_tokens = 16, threads = 4;
+void attention_is_whole_after_a_split(const KernelTable& kernels, DType dtype, int dim) {
+  const int group = 5, kv_heads = 2, page_tokens = 16, threads = 4;
   const std::vector<int64_t> lengths{1, 700, 16, 33, 129};
   const CacheShape shape{2, kv_heads, page_tokens, dim, dtype};
   std::vector<std::vector<int32_t>> tables;
@@ -455,7 +455,9 @@ int main() {
   for (const KernelTable* kernels : all_kernels()) {
     std::printf("%s\n", kernels->name);
     for (const DType dtype : {kFloat32, kBFloat16}) {
-      attention_is_whole_after_a_split(*kernels, dtype);
+      for (const int head_dim : {48, 64}) {  // the second one fits into tiles
+        attention_is_whole_after_a_split(*kernels, dtype, head_dim);
+      }
       linear_layers_are_right(*kernels, dtype, 70,
                               {1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 65});
       linear_layers_are_right(*kernels, dtype, 2100, {1, 33});  // k in parts, on tiles
