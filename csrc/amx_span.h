@@ -13,7 +13,7 @@ constexpr int kSpanTokens = 64;
 constexpr int kSpanBlocks = kSpanTokens / kTileRows;
 static_assert(kSpanTokens <= kTileTokens, "scratch memory is made for kTileTokens");
 constexpr int kFetchBytes = 64;    // one line; 128 leaves the other of a pair to the hardware
-constexpr int kFetchLocality = 2;  // of __builtin_prefetch: 3 to the first-level cache, 2 to the second
+constexpr int kFetchLocality = 3;  // of __builtin_prefetch: 3 to the first-level cache, 2 to the second
 
 // Tokens of a run that are worked on together: whole blocks of 16 but for the end of the run.
 struct Span {
