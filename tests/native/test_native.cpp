@@ -326,8 +326,7 @@ void sampled_ids_are_valid() {
     rules.min_p = i % 7 == 0 ? 0.05 : 0.0;
     rules.seed = std::numeric_limits<uint64_t>::max() - static_cast<uint64_t>(i);
     rules.position = i;
-    rules.banned = banned.data();
-    rules.num_banned = 3;
+    rules.banned = banned;
     std::vector<float> scores = logits;
     if (i % 11 == 0) scores[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
     if (i % 50 == 49) scores.assign(vocab, -std::numeric_limits<float>::infinity());

@@ -22,6 +22,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.request import FinishReason, RequestState
 
 FRONTEND: Final = "frontend"
@@ -58,7 +59,7 @@ class Abort(Message, frozen=True):
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """Token `index` (0 = first output token) of a request.
 
-    A finish carries its reason; its count is `index + 1`.
+    A finish carries its reason; its count is `index + 1`. `logprobs` come where the request asked.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     index: int
     token_id: int
     finish: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class Tokens(Message, frozen=True):

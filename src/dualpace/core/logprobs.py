@@ -1,0 +1,46 @@
+"""Log-probabilities of a sampled token and of the likeliest ones, as they travel to the client.
+
+They are those of the model's own distribution: before temperature, penalties, biases and filters.
+Knows nothing of vocabularies or text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+MAX_LOGPROBS = 20  # likeliest tokens that a request may ask for
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of one sampled token.
+
+    rank: 1 + the number of ids that are likelier; top_ids, top_logprobs: as many of the likeliest
+    as the request asked for, the likeliest first, the lower id first among equals.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+def unpack_logprobs(
+    rows: Iterable[tuple[int, int]], packed: Iterable[Sequence[float]]
+) -> dict[int, TokenLogprobs]:
+    """Both samplers' output, by row.
+
+    rows: index and number of likeliest tokens of each row that asked; packed: for each of them
+    logprob, rank, then `width` ids, then `width` logprobs, where `width` may be more than asked.
+    """
+    unpacked = {}
+    for (row, count), values in zip(rows, packed, strict=True):
+        width = (len(values) - 2) // 2
+        unpacked[row] = TokenLogprobs(
+            logprob=values[0],
+            rank=int(values[1]),
+            top_ids=[int(token_id) for token_id in values[2 : 2 + count]],
+            top_logprobs=list(values[2 + width : 2 + width + count]),
+        )
+    return unpacked
