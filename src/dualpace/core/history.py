@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dualpace.core.request import RequestState
+
 
 class TokenCounts(NamedTuple):
     """Distinct ids of prompt and output, int32, in no order, and the outputs' count of each."""
@@ -19,16 +21,24 @@ class TokenCounts(NamedTuple):
 
 
 class TokenHistory:
-    """Counts that grow with a request's output. `prompt`, and later outputs, are ids below 2^31."""
+    """The counts of one request, which grow with its output."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt))}
-        self._ids = array("i", self._slots)
-        self._counts = array("i", bytes(4 * len(self._slots)))
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}  # place of each id in the two below
+        self._ids = array("i")
+        self._counts = array("i")
         self._seen = 0  # outputs that are counted
 
-    def counts(self, output: Sequence[int]) -> TokenCounts:
-        """A copy of the counts after `output`, which only ever grows from call to call."""
+    def of(self, state: RequestState) -> TokenCounts | None:
+        """The counts of what `state` has now, if its parameters penalise; always of one request."""
+        return self.counts(state.prompt, state.output) if state.params.penalizes else None
+
+    def counts(self, prompt: Sequence[int], output: Sequence[int]) -> TokenCounts:
+        """A copy of the counts. From call to call the prompt is the same and the output grows."""
+        if not self._slots:
+            self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt))}
+            self._ids.extend(self._slots)
+            self._counts.extend([0] * len(self._slots))
         for token_id in output[self._seen :]:
             slot = self._slots.setdefault(token_id, len(self._ids))
             if slot == len(self._ids):

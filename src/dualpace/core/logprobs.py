@@ -26,13 +26,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+def asking_rows(counts: Iterable[int | None]) -> list[tuple[int, int]]:
+    """Index and number of likeliest tokens of each row that asks, given every row's `logprobs`."""
+    return [(row, count) for row, count in enumerate(counts) if count is not None]
+
+
 def unpack_logprobs(
     rows: Iterable[tuple[int, int]], packed: Iterable[Sequence[float]]
 ) -> dict[int, TokenLogprobs]:
     """Both samplers' output, by row.
 
-    rows: index and number of likeliest tokens of each row that asked; packed: for each of them
-    logprob, rank, then `width` ids, then `width` logprobs, where `width` may be more than asked.
+    rows: of `asking_rows`; packed: for each of them logprob, rank, then `width` ids, then `width`
+    logprobs, where `width` may be more than it asked for.
     """
     unpacked = {}
     for (row, count), values in zip(rows, packed, strict=True):

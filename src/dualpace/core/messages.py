@@ -70,6 +70,18 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     logprobs: TokenLogprobs | None = None
 
 
+def token_event(state: RequestState, index: int) -> TokenEvent:
+    """What there is to tell of output token `index`; the last one tells of the end, if it is."""
+    return TokenEvent(
+        state.id,
+        state.epoch,
+        index,
+        state.output[index],
+        state.finish_reason if index + 1 == len(state.output) else None,
+        state.logprobs[index] if state.logprobs else None,
+    )
+
+
 class Tokens(Message, frozen=True):
     """All tokens of one step."""
 

@@ -107,8 +107,8 @@ class Executor(Protocol):
     ticket is done.
     """
 
-    def launch(self, batch: Batch) -> Ticket[list[int | None]]:
-        """Start a step. The ticket yields, row by row, the sampled token id or None."""
+    def launch(self, batch: Batch) -> Ticket[StepResult]:
+        """Start a step."""
         ...
 
     def copy(self, job: CopyJob) -> Ticket[None]:
