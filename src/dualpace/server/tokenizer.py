@@ -27,6 +27,10 @@ class Tokenizer(Protocol):
         """Text of `ids`, without clean-up; bytes that are no UTF-8 come out as U+FFFD."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token: not always whole characters. Empty for an id that it lacks."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation up to where the assistant speaks. Raises if it cannot be told."""
         ...
