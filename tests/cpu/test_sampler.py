@@ -184,9 +184,7 @@ def test_penalties_and_biases_are_those_of_others(engine, params):
     histories, want, unchanged = [], [], 0
     for row in logits:
         prompt, output = rng.integers(0, vocab, 25), rng.integers(0, 20, int(rng.integers(0, 30)))
-        history = TokenHistory(prompt.tolist())
-        history.counts(output[: len(output) // 2].tolist())
-        histories.append(history.counts(output.tolist()))
+        histories.append(TokenHistory().counts(prompt.tolist(), output.tolist()))
         rules = (params.temperature, params.top_k, params.top_p, params.min_p, 9, len(want), (13,))
         want.append(reference(penalised(row, prompt, output, params), *rules))
         unchanged += want[-1] == reference(row, *rules)
@@ -212,7 +210,7 @@ def test_logprobs_are_those_of_the_model_whatever_the_rules_of_sampling(engine):
             logit_bias=((5, 50.0), (6, -50.0)),
         ),
     ]  # fmt: skip
-    history = TokenHistory(list(range(0, 300, 3))).counts(list(range(0, 300, 2)))
+    history = TokenHistory().counts(list(range(0, 300, 3)), list(range(0, 300, 2)))
     rows = [
         BatchRow("r", [0], 0, [0], "host", True, rules[i % 4], (int(logits[i].argmax()),), history)
         for i in range(40)
@@ -236,7 +234,7 @@ def test_logprobs_are_those_of_the_model_whatever_the_rules_of_sampling(engine):
 @pytest.mark.parametrize("name", ["biased", "seen"])
 def test_an_id_of_a_rule_outside_the_vocabulary_is_refused(engine, name):
     bias = ((4, 1.0),) if name == "biased" else ()
-    seen = [TokenHistory([1, 4]).counts([])] if name == "seen" else None
+    seen = [TokenHistory().counts([1, 4], [])] if name == "seen" else None
     rows = rows_of(1, DecodeParams(logit_bias=bias), (), seen)
     with pytest.raises(ValueError, match=f"{name} id 4"):
         engine.sample(

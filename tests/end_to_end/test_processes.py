@@ -55,14 +55,27 @@ async def serving(chosen: EngineOptions) -> AsyncIterator[Server]:
 
 
 async def answers(server: Server, tiny: Any, on_token: Callable[[str], None]) -> list[list[int]]:
-    """Greedy answers to requests that run at the same time; `on_token` hears each engine's name."""
+    """Greedy answers to requests that run at the same time; `on_token` hears each engine's name.
+
+    The last one is under a penalty. Each token must come with its own logprobs.
+    """
 
     async def one(index: int) -> list[int]:
         prompt = tiny.prompts[index % len(tiny.prompts)]
-        params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        penalised = index == NUM_REQUESTS - 1
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=OUTPUT_TOKENS,
+            ignore_eos=True,
+            repetition_penalty=1.2 if penalised else 1.0,
+            logprobs=1,
+        )
         tokens: list[int] = []
         async for delta in server.frontend.generate(prompt, params):
             tokens += delta.token_ids
+            assert len(delta.logprobs) == len(delta.token_ids)
+            if not penalised:
+                assert tuple(each.top_ids[0] for each in delta.logprobs) == delta.token_ids
             on_token(delta.engine)
         return tokens
 

@@ -26,8 +26,8 @@ class BatchRow(msgspec.Struct, frozen=True):
 
     The step computes `tokens` at positions `start`, `start+1`, …, writes their KV into `pages` of
     `tier`, attends to positions 0 … `start+len(tokens)-1`, and, where `sample` is set, samples the
-    token at position `start+len(tokens)`. `tokens` may be the one token `PENDING`. `history`, without
-    that token, is there where the parameters penalise.
+    token at position `start+len(tokens)`. `tokens` may be the one token `PENDING`. `history` is
+    there where the parameters penalise; a pending token is not in it.
     """
 
     request_id: str

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpace.core.history import TokenCounts
-from dualpace.core.logprobs import TokenLogprobs, unpack_logprobs
+from dualpace.core.logprobs import TokenLogprobs, asking_rows, unpack_logprobs
 from dualpace.core.plan import BatchRow
 from dualpace.cpu import _native
 
@@ -51,10 +51,11 @@ def sampling_arrays(rows: Sequence[BatchRow]) -> _native.Sampling:
 
 def logprobs_buffer(rows: Sequence[BatchRow], vocab: int) -> NDArray[np.float64] | None:
     """Room for what the engine reports, if any row asks for it: [M, 2 + 2 n]."""
-    asked = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+    asked = asking_rows(row.params.logprobs for row in rows)
     if not asked:
         return None
-    return np.empty((len(rows), 2 + 2 * min(max(asked), vocab)), np.float64)
+    width = min(max(count for _, count in asked), vocab)
+    return np.empty((len(rows), 2 + 2 * width), np.float64)
 
 
 def read_logprobs(
@@ -63,11 +64,7 @@ def read_logprobs(
     """What has been written into `logprobs_buffer`, by row."""
     if buffer is None:
         return {}
-    asked = [
-        (index, row.params.logprobs)
-        for index, row in enumerate(rows)
-        if row.params.logprobs is not None
-    ]
+    asked = asking_rows(row.params.logprobs for row in rows)
     return unpack_logprobs(asked, buffer[[index for index, _ in asked]].tolist())
 
 
