@@ -179,6 +179,22 @@ def test_penalties_are_those_of_others_with_the_newest_token_known_to_the_device
     assert sample(logits.to(device), rows, there).tokens.tolist() == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_nothing_waits_for_the_device() -> None:
+    history = TokenHistory().counts([1, 2], [3])
+    rules = [msgspec.structs.replace(rule, logprobs=3) for rule in RULES + PENALTIES]
+    rows = [SampleRow(rule, index, (index,), history) for index, rule in enumerate(rules)]
+    logits = torch.randn(len(rows), 50, device="cuda")
+    pending = torch.arange(len(rows), device="cuda")
+    sample(logits, rows, pending)  # sets libraries up
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sample(logits, rows, pending)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_logits_are_edited_as_the_rules_say_to_the_last_bit() -> None:
     logits = torch.tensor([[1.5, -2.25, 3.0, 0.5, -torch.inf, 7.0]])
     params = DecodeParams(

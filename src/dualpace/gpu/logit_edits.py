@@ -75,7 +75,7 @@ def edit_logits(logits: Tensor, edits: dict[str, Tensor], pending: Tensor | None
         where = (edits["bias_rows"], edits["bias_ids"])
         logits[where] = (logits[where].double() + edits["biases"]).float()
     if "bans" in edits:
-        logits[edits["bans"][0], edits["bans"][1]] = -torch.inf
+        logits[edits["bans"].unbind()] = logits.new_full((), -torch.inf)
     if "penalties" in edits:
         _penalize(logits, edits, pending)
 
