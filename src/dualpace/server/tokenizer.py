@@ -45,5 +45,9 @@ class NoTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Its number, as vLLM writes tokens that it shall not decode."""
+        return f"token_id:{token_id}".encode()
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise RequestError(NO_TOKENIZER, param="messages")
