@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_sampling.h"
 #include "engine.h"
 #include "layer_program.h"
 #include "memory.h"
@@ -24,25 +25,6 @@ using namespace nanobind::literals;
 
 namespace dualpace {
 namespace {
-
-std::vector<SamplingRow> sampling_rows(size_t rows, const In<double, 1>& temperature,
-                                       const In<int64_t, 1>& top_k, const In<double, 1>& top_p,
-                                       const In<double, 1>& min_p, const In<uint64_t, 1>& seed,
-                                       const In<int64_t, 1>& banned_offsets,
-                                       const In<int32_t, 1>& banned) {
-  const bool ok = temperature.shape(0) == rows && top_k.shape(0) == rows &&
-                  top_p.shape(0) == rows && min_p.shape(0) == rows && seed.shape(0) == rows;
-  require(ok, "sampling parameters must have one value per row");
-  const Ragged bans(banned_offsets, banned, rows, "banned ids");
-  std::vector<SamplingRow> all(rows);
-  for (size_t i = 0; i < rows; ++i) {
-    require(temperature(i) >= 0.0, "temperature must not be negative");
-    all[i] = {temperature(i), top_k(i),      top_p(i),
-              min_p(i),       seed(i),       0,
-              bans.begin(i),  static_cast<int32_t>(bans.length(i))};
-  }
-  return all;
-}
 
 // The kernels alone, which is how they are tested.
 
@@ -146,21 +128,13 @@ void attention(Engine& engine, const In<float, 3>& query, nb::handle arena,
 }
 
 void sample(Engine& engine, const In<float, 2>& logits, const In<int64_t, 1>& positions,
-            const In<double, 1>& temperature, const In<int64_t, 1>& top_k,
-            const In<double, 1>& top_p, const In<double, 1>& min_p, const In<uint64_t, 1>& seed,
-            const In<int64_t, 1>& banned_offsets, const In<int32_t, 1>& banned,
-            const Out<int32_t, 1>& out) {
+            const SamplingArrays& sampling, const Out<int32_t, 1>& out,
+            const std::optional<Out<double, 2>>& logprobs) {
   const size_t m = logits.shape(0), vocab = logits.shape(1);
-  std::vector<SamplingRow> rows =
-      sampling_rows(m, temperature, top_k, top_p, min_p, seed, banned_offsets, banned);
-  require(vocab > 0 && positions.shape(0) == m && out.shape(0) == m, "shapes differ");
-  for (size_t i = 0; i < m; ++i) {
-    rows[i].position = positions(i);
-    for (int32_t b = 0; b < rows[i].num_banned; ++b) {
-      const int32_t id = rows[i].banned[b];
-      require(id >= 0 && static_cast<size_t>(id) < vocab, "banned id out of range");
-    }
-  }
+  require(vocab > 0 && sampling.size() == m && positions.shape(0) == m && out.shape(0) == m,
+          "shapes differ");
+  std::vector<SamplingRow> rows = sampling.rows(static_cast<int>(vocab), logprobs);
+  for (size_t i = 0; i < m; ++i) rows[i].position = positions(i);
   std::vector<float> scores(logits.data(), logits.data() + m * vocab);
   std::vector<Sampler> samplers(static_cast<size_t>(engine.pool().size()));
   for (Sampler& sampler : samplers) sampler.reserve(static_cast<int>(vocab));
@@ -239,25 +213,23 @@ class NativeModel {
 
   void decode(nb::handle arena, int page_tokens, const In<int32_t, 1>& tokens,
               const In<int64_t, 1>& positions, const In<int64_t, 1>& page_offsets,
-              const In<int32_t, 1>& pages, const In<double, 1>& temperature,
-              const In<int64_t, 1>& top_k, const In<double, 1>& top_p, const In<double, 1>& min_p,
-              const In<uint64_t, 1>& seed, const In<int64_t, 1>& banned_offsets,
-              const In<int32_t, 1>& banned, const Out<int32_t, 1>& out,
+              const In<int32_t, 1>& pages, const SamplingArrays& sampling,
+              const Out<int32_t, 1>& out, const std::optional<Out<double, 2>>& logprobs,
               const std::optional<Out<float, 2>>& logits) {
     const ModelConfig& c = model_.config();
     const size_t m = tokens.shape(0);
     require(complete_, "the model has not got all its tensors");
     require(page_tokens > 0, "page_tokens must be positive");
-    require(positions.shape(0) == m && out.shape(0) == m, "one position per row");
+    require(positions.shape(0) == m && sampling.size() == m && out.shape(0) == m,
+            "one position, sampling parameter and output per row");
     require(!logits || (logits->shape(0) == m &&
                         logits->shape(1) == static_cast<size_t>(c.vocab_size)),
             "logits must be [rows, vocab_size]");
     const Ragged table(page_offsets, pages, m, "pages");
-    const std::vector<SamplingRow> sampling =
-        sampling_rows(m, temperature, top_k, top_p, min_p, seed, banned_offsets, banned);
+    const std::vector<SamplingRow> rules = sampling.rows(c.vocab_size, logprobs);
     std::vector<DecodeRow> rows(m);
     for (size_t i = 0; i < m; ++i) {
-      rows[i] = {tokens(i), positions(i), table.begin(i), table.length(i), sampling[i]};
+      rows[i] = {tokens(i), positions(i), table.begin(i), table.length(i), rules[i]};
       rows[i].sampling.position = positions(i) + 1;
     }
     const Buffer memory(arena);
@@ -283,6 +255,7 @@ NB_MODULE(_native, m) {
   m.doc() = "DualPace's CPU decode engine.";
   m.def("supported_isas", &supported_isas, "Instruction sets this machine can run, best last.");
 
+  bind_sampling(m);
   nb::class_<Engine>(m, "Engine", "A pinned thread pool and the kernels of one instruction set.")
       .def(nb::init<std::vector<int>, const std::string&>(), "cpu_ids"_a, "isa"_a = "auto",
            nb::call_guard<nb::gil_scoped_release>())
@@ -294,8 +267,8 @@ NB_MODULE(_native, m) {
       .def("attention", &attention, "query"_a, "arena"_a, "dtype"_a, "num_layers"_a,
            "layer"_a, "num_kv_heads"_a, "page_tokens"_a, "positions"_a, "page_offsets"_a, "pages"_a,
            "out"_a)
-      .def("sample", &sample, "logits"_a, "positions"_a, "temperature"_a, "top_k"_a,
-           "top_p"_a, "min_p"_a, "seed"_a, "banned_offsets"_a, "banned"_a, "out"_a);
+      .def("sample", &sample, "logits"_a, "positions"_a, "sampling"_a, "out"_a,
+           "logprobs"_a.none());
 
   nb::class_<ModelConfig>(m, "ModelConfig", "Dimensions of a model.")
       .def("__init__",
@@ -320,8 +293,8 @@ NB_MODULE(_native, m) {
       .def_prop_ro("weight_bytes", &NativeModel::weight_bytes)
       .def_prop_ro("weight_pages", &NativeModel::weight_pages)
       .def("decode", &NativeModel::decode, "arena"_a, "page_tokens"_a, "tokens"_a, "positions"_a,
-           "page_offsets"_a, "pages"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "seed"_a,
-           "banned_offsets"_a, "banned"_a, "out"_a, "logits"_a.none());
+           "page_offsets"_a, "pages"_a, "sampling"_a, "out"_a, "logprobs"_a.none(),
+           "logits"_a.none());
 
   m.def("map_shared", &map_shared_array, "descriptor"_a, "size"_a,
         "The first `size` bytes of a shared memory file as a writable array of bytes.");

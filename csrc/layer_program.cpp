@@ -38,10 +38,6 @@ void LayerProgram::check(const std::vector<DecodeRow>& rows, int64_t num_pages,
     for (int64_t p = 0; p <= row.position / page_tokens; ++p) {
       if (row.pages[p] < 0 || row.pages[p] >= num_pages) refuse("page id", row.pages[p]);
     }
-    for (int32_t b = 0; b < row.sampling.num_banned; ++b) {
-      const int32_t id = row.sampling.banned[b];
-      if (id < 0 || id >= vocab) refuse("banned id", id);
-    }
   }
 }
 

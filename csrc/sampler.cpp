@@ -11,6 +11,7 @@ namespace {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 constexpr double kLn2 = 0.6931471805599453;
+constexpr float kNever = -std::numeric_limits<float>::infinity();
 
 // Of the histogram for top_p: the last bucket takes everything beyond 40 below the maximum.
 constexpr size_t kNumBuckets = 641;
@@ -46,8 +47,44 @@ void Sampler::reserve(int vocab) {
 }
 
 int32_t Sampler::sample(float* logits, int vocab, const SamplingRow& row) {
-  constexpr float kNever = -std::numeric_limits<float>::infinity();
-  for (int32_t i = 0; i < row.num_banned; ++i) logits[row.banned[i]] = kNever;
+  edit(logits, row);
+  const int32_t token = choose(logits, vocab, row);
+  if (row.logprobs) {
+    undo_edits(logits);
+    report(logits, vocab, token, row);
+  }
+  return token;
+}
+
+// Each rule is computed in double and rounded to the float that the next one reads.
+void Sampler::edit(float* logits, const SamplingRow& row) {
+  edits_.clear();
+  const auto set = [&](int32_t id, const auto& rule) {
+    const float before = std::isnan(logits[id]) ? kNever : logits[id];
+    edits_.push_back({id, before});
+    logits[id] = static_cast<float>(rule(static_cast<double>(before)));
+  };
+  for (size_t i = 0; i < row.biased.size(); ++i) {
+    set(row.biased[i], [&](double logit) { return logit + row.biases[i]; });
+  }
+  for (const int32_t id : row.banned) {
+    set(id, [](double) { return static_cast<double>(kNever); });
+  }
+  for (size_t i = 0; i < row.seen.size(); ++i) {
+    const double count = row.seen_counts[i];
+    set(row.seen[i], [&](double logit) {
+      const double repeated =
+          logit > 0.0 ? logit / row.repetition_penalty : logit * row.repetition_penalty;
+      return repeated - row.frequency_penalty * count - (count > 0.0 ? row.presence_penalty : 0.0);
+    });
+  }
+}
+
+void Sampler::undo_edits(float* logits) {
+  for (; !edits_.empty(); edits_.pop_back()) logits[edits_.back().id] = edits_.back().before;
+}
+
+int32_t Sampler::choose(float* logits, int vocab, const SamplingRow& row) {
   int32_t best = 0;
   float top = kNever;
   for (int32_t i = 0; i < vocab; ++i) {
@@ -107,8 +144,8 @@ void Sampler::keep_top_k(int64_t top_k) {
 }
 
 // Sorting all of a large vocabulary would take longer than the model. So first a histogram of the
-// mass by distance from the maximum, which tells down to where the prefix can reach, and then the
-// exact rule on the few above.
+// mass by distance from the maximum, which tells in which bucket the prefix ends; what lies above is
+// kept, and only that bucket is sorted.
 void Sampler::keep_top_p(double top_p, double maximum) {
   const auto bucket = [maximum](const Candidate& each) {
     const double distance = (maximum - each.scaled) * kBucketsPerUnit;
@@ -125,21 +162,51 @@ void Sampler::keep_top_p(double top_p, double maximum) {
   }
   const double target = top_p * total;
   size_t last = 0;
-  // A little more than the target: these sums are rounded in another order than the one below.
-  for (double sum = mass[0]; last + 1 < kNumBuckets && sum < target * (1.0 + 1e-9);) {
-    sum += mass[++last];
-  }
-  std::erase_if(kept_, [&](const Candidate& each) { return bucket(each) > last; });
-  std::sort(kept_.begin(), kept_.end(), [](const Candidate& a, const Candidate& b) {
-    return a.scaled > b.scaled || (a.scaled == b.scaled && a.id < b.id);
-  });
   double sum = 0.0;
-  for (size_t i = 0; i < kept_.size(); ++i) {
-    sum += std::exp(kept_[i].scaled - maximum);
-    if (sum >= target) {
-      kept_.resize(i + 1);
-      return;
+  while (last + 1 < kNumBuckets && sum + mass[last] < target) sum += mass[last++];
+
+  border_.clear();
+  std::erase_if(kept_, [&](const Candidate& each) {
+    const size_t its = bucket(each);
+    if (its == last) border_.push_back(each);
+    return its >= last;
+  });
+  std::sort(border_.begin(), border_.end(), comes_first);
+  for (const Candidate& each : border_) {
+    kept_.push_back(each);
+    sum += std::exp(each.scaled - maximum);
+    if (sum >= target) return;
+  }
+}
+
+void Sampler::report(const float* logits, int vocab, int32_t token, const SamplingRow& row) {
+  // Ids come in rising order, so that of equal logits the lower id stays ahead.
+  const auto likeliest = [](const Candidate& a, const Candidate& b) { return a.scaled > b.scaled; };
+  const size_t num_top = static_cast<size_t>(row.num_top);
+  border_.clear();
+  double top = kNever;
+  int64_t likelier = 0;
+  for (int32_t i = 0; i < vocab; ++i) {
+    const Candidate each{static_cast<double>(logits[i]), i};
+    top = std::max(top, each.scaled);
+    likelier += logits[i] > logits[token];
+    if (border_.size() == num_top) {
+      if (num_top == 0 || !likeliest(each, border_.back())) continue;
+      border_.pop_back();
     }
+    border_.insert(std::upper_bound(border_.begin(), border_.end(), each, likeliest), each);
+  }
+  double sum = 0.0;
+  for (int32_t i = 0; i < vocab; ++i) {
+    const double distance = top - static_cast<double>(logits[i]);
+    if (distance < kNoMass) sum += std::exp(-distance);
+  }
+  const double normalizer = top + std::log(sum);
+  row.logprobs[0] = static_cast<double>(logits[token]) - normalizer;
+  row.logprobs[1] = static_cast<double>(likelier + 1);
+  for (size_t i = 0; i < num_top; ++i) {
+    row.logprobs[2 + i] = border_[i].id;
+    row.logprobs[2 + num_top + i] = border_[i].scaled - normalizer;
   }
 }
 

@@ -20,8 +20,10 @@ from rich.progress import Progress
 
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import ConfigError, EngineError, RequestError
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.sampling import SamplingParams
 from dualpace.server.stream import Stream
+from dualpace.server.tokenizer import Tokenizer
 from dualpace.wiring import Server
 
 Result = TypeVar("Result")
@@ -29,14 +31,29 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass
+class Logprob:
+    """`rank` 1 is the likeliest token of its position."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass
 class CompletionOutput:
-    """One choice. `engines`: tokens made by each engine."""
+    """One choice. `engines`: tokens made by each engine.
+
+    With `SamplingParams.logprobs`, `logprobs` holds for each token the sampled id's and those of
+    the likeliest, by id, and `cumulative_logprob` is the sum over the sampled.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     engines: Counter[str] = field(default_factory=Counter)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
 
 
 @dataclass
@@ -156,7 +173,10 @@ class LLM:
                 try:
                     for (_, ids), settings in zip(jobs, each, strict=True):
                         streams.append(self._frontend.submit([ids], settings))
-                    work = [_collect(*job) for job in zip(streams, jobs, each, strict=True)]
+                    work = [
+                        _collect(*job, self._frontend.tokenizer)
+                        for job in zip(streams, jobs, each, strict=True)
+                    ]
                     return await asyncio.gather(*(_then(one, advance) for one in work))
                 finally:
                     for stream in streams:
@@ -180,9 +200,15 @@ class LLM:
 
 
 async def _collect(
-    stream: Stream, job: tuple[str | None, list[int]], params: SamplingParams
+    stream: Stream,
+    job: tuple[str | None, list[int]],
+    params: SamplingParams,
+    tokenizer: Tokenizer,
 ) -> RequestOutput:
     outputs = [CompletionOutput(index) for index in range(params.n)]
+    if params.logprobs is not None:
+        for output in outputs:
+            output.cumulative_logprob, output.logprobs = 0.0, []
     while deltas := await stream.take():
         for delta in deltas:
             output = outputs[delta.index]
@@ -190,7 +216,26 @@ async def _collect(
             output.token_ids += delta.token_ids
             output.engines.update([delta.engine] * len(delta.token_ids))
             output.finish_reason = delta.finish_reason
+            if output.logprobs is not None and output.cumulative_logprob is not None:
+                for token_id, each in zip(delta.token_ids, delta.logprobs, strict=True):
+                    output.cumulative_logprob += each.logprob
+                    output.logprobs.append(_by_id(token_id, each, tokenizer))
     return RequestOutput(*job, outputs)
+
+
+def _by_id(token_id: int, reported: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The sampled token first, then the likeliest that are others."""
+
+    def one(token_id: int, logprob: float, rank: int) -> Logprob:
+        text = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return Logprob(logprob, rank, text)
+
+    by_id = {token_id: one(token_id, reported.logprob, reported.rank)}
+    for rank, (top_id, logprob) in enumerate(
+        zip(reported.top_ids, reported.top_logprobs, strict=True), 1
+    ):
+        by_id.setdefault(top_id, one(top_id, logprob, rank))
+    return by_id
 
 
 async def _then(work: Coroutine[Any, Any, Result], done: Callable[[], None]) -> Result:

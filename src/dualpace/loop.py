@@ -13,7 +13,7 @@ from typing import Protocol
 
 from dualpace.core.errors import FatalEngineError
 from dualpace.core.messages import AnyMessage, Envelope
-from dualpace.core.plan import Batch, CopyJob, Executor, Ticket
+from dualpace.core.plan import Batch, CopyJob, Executor, StepResult, Ticket
 from dualpace.ipc import Port
 
 
@@ -34,7 +34,7 @@ class Scheduler(Protocol):
         """Copies to start now."""
         ...
 
-    def commit(self, batch: Batch, tokens: list[int | None]) -> None:
+    def commit(self, batch: Batch, result: StepResult) -> None:
         """A step has completed."""
         ...
 
@@ -76,7 +76,7 @@ class EngineLoop:
         self.executor = executor
         self.port = port
         self.clock = clock
-        self.steps: deque[tuple[Batch, Ticket[list[int | None]]]] = deque()
+        self.steps: deque[tuple[Batch, Ticket[StepResult]]] = deque()
         self.copies: list[tuple[CopyJob, Ticket[None]]] = []
 
     def run(self) -> None:
@@ -117,13 +117,13 @@ class EngineLoop:
         while self.steps and self.steps[0][1].done():
             batch, ticket = self.steps.popleft()
             try:
-                tokens = ticket.result()
+                result = ticket.result()
             except FatalEngineError:
                 raise
             except Exception as error:  # whatever else the device raised costs this step, no more
                 self.scheduler.fail(batch, error)
             else:
-                self.scheduler.commit(batch, tokens)
+                self.scheduler.commit(batch, result)
         under_way = []
         for job, copy in self.copies:
             if not copy.done():

@@ -17,6 +17,7 @@ from dualpace.core.plan import BatchRow
 from dualpace.core.sampling import DecodeParams
 from dualpace.cpu import _native
 from dualpace.cpu.model import CpuModel
+from dualpace.cpu.sampling import sampling_arrays
 
 PAGE_TOKENS = 16
 GREEDY = DecodeParams()
@@ -198,11 +199,8 @@ def test_the_sampled_token_is_that_of_the_sampler_at_the_next_position(small):
     decoded = model.decode([row(3, 0, [1], params, (5, 6))], arena, 16, return_logits=True)
     engine = _native.Engine([_core()], "portable")
     out = np.empty(1, np.int32)
-    engine.sample(
-        decoded.logits, np.array([1]), np.array([1.3]), np.array([30]), np.array([0.9]),
-        np.array([0.01]), np.array([2**64 - 5], np.uint64), np.array([0, 2]),
-        np.array([5, 6], np.int32), out,
-    )  # fmt: skip
+    sampling = sampling_arrays([row(3, 0, [1], params, (5, 6))])
+    engine.sample(decoded.logits, np.array([1]), sampling, out, None)
     assert decoded.token_ids.tolist() == out.tolist()
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dualpace.core.errors import EngineError
-from dualpace.core.plan import Batch, BatchRow, CopyJob
+from dualpace.core.logprobs import TokenLogprobs
+from dualpace.core.plan import Batch, BatchRow, CopyJob, StepResult
 from dualpace.core.sampling import DecodeParams
 from dualpace.cpu.executor import CpuExecutor
 from dualpace.cpu.model import Decoded
@@ -32,7 +33,8 @@ class RecordingModel:
         if any(row.pages == [99] for row in rows):
             raise ValueError("row 0: page id 99 is out of range")
         self.positions += [row.start for row in rows]
-        return Decoded(np.array([10 * row.tokens[0] for row in rows], np.int32), None)
+        logprobs = {0: TokenLogprobs(-1.0, 1, [], [])} if len(rows) > 1 else {}
+        return Decoded(np.array([10 * row.tokens[0] for row in rows], np.int32), None, logprobs)
 
 
 @pytest.fixture
@@ -59,8 +61,8 @@ def test_launch_returns_at_once_and_wakes_the_loop_when_done(setting):
     assert not first.done()
     assert not woken.acquire(blocking=False)
     model.gate.set()
-    assert first.result() == [10, None, 30]
-    assert second.result() == [10]
+    assert first.result() == StepResult([10, None, 30], {0: TokenLogprobs(-1.0, 1, [], [])})
+    assert second.result() == StepResult([10])
     assert woken.acquire(timeout=5)
     assert woken.acquire(timeout=5)
     assert first.done()
@@ -75,7 +77,7 @@ def test_a_batch_that_cannot_run_fails_alone(setting, wrong):
     with pytest.raises(EngineError, match="batch 7"):
         executor.launch(wrong).result()
     assert woken.acquire(timeout=5)
-    assert executor.launch(batch(8)).result() == [10]
+    assert executor.launch(batch(8)).result().tokens == [10]
 
 
 def test_copies_are_not_the_cpu_engines_business(setting):

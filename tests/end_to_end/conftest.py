@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dualpace.core.config import DType, EngineConfig
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import CPU, FRONTEND, GPU, PeerUp, Submit, TokenEvent, Tokens
 from dualpace.core.plan import Executor
 from dualpace.core.request import RequestState
@@ -31,13 +32,15 @@ from dualpace.sim.network import Network
 
 PAGE_TOKENS = 16
 STEPS = 64
+REPETITION_PENALTY = 1.4
 
 
 @dataclass
 class Run:
-    """What came out: token ids by request, and which engine made each."""
+    """What came out: token ids by request, and which engine made each; logprobs where asked."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     engines: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -98,7 +101,7 @@ class Engines:
         frontend.send(GPU, PeerUp(1, "", config.host_pages))
         for state in states:
             frontend.send(GPU, Submit(state))
-        run = Run({state.id: [] for state in states}, {state.id: [] for state in states})
+        run = Run(*({state.id: [] for state in states} for _ in range(3)))
         unfinished = len(states)
         while unfinished:
             clock.run()
@@ -132,6 +135,8 @@ def _record(run: Run, event: TokenEvent, engine: str) -> bool:
     assert event.index == len(run.tokens[event.request_id])
     run.tokens[event.request_id].append(event.token_id)
     run.engines[event.request_id].append(engine)
+    if event.logprobs is not None:
+        run.logprobs[event.request_id].append(event.logprobs)
     return event.finish is not None
 
 
@@ -153,12 +158,12 @@ def make_engines() -> Iterator[MakeEngines]:
         engines.close()
 
 
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+def greedy(model: Any, prompt: list[int], count: int, **rules: Any) -> list[int]:
     """`count` greedy tokens of a transformers model, no end of sequence heeded."""
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
     output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, **rules
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     assert len(tokens) == count
@@ -174,6 +179,8 @@ class Checkpoint:
     answers: list[list[int]]
     chat: list[int] = field(default_factory=list)
     chat_logits: Any = None  # [len(chat), vocab_size], of the weights rounded to bfloat16
+    penalized: list[int] = field(default_factory=list)  # to the first prompt
+    penalized_logprobs: Any = None  # [len(penalized), vocab_size]
 
 
 @pytest.fixture(scope="session")
@@ -186,6 +193,10 @@ def smollm2() -> Checkpoint:
     # "What is the capital of France?" and "Once upon a time", in SmolLM2's vocabulary.
     prompts = [[1780, 314, 260, 3575, 282, 4649, 47], [7900, 2402, 253, 655]]
     answers = [greedy(model, prompt, STEPS) for prompt in prompts]
+    penalized = greedy(model, prompts[0], STEPS, repetition_penalty=REPETITION_PENALTY)
+    with torch.inference_mode():
+        scores = model(torch.tensor([prompts[0] + penalized])).logits[0, len(prompts[0]) - 1 : -1]
+        logprobs = scores.double().log_softmax(dim=-1)
     # The default system prompt and the beginning of a question, in the chat template.
     chat = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411]
     chat += [407, 19712, 8182, 2, 198, 1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2]
@@ -194,7 +205,7 @@ def smollm2() -> Checkpoint:
             if weight.ndim == 2:
                 weight.copy_(weight.bfloat16().float())
         logits = model(torch.tensor([chat])).logits[0].numpy()
-    return Checkpoint(source, prompts, answers, chat, logits)
+    return Checkpoint(source, prompts, answers, chat, logits, penalized, logprobs)
 
 
 @pytest.fixture(scope="session", params=["smollm2", "group1", "group3", "group4", "group8"])

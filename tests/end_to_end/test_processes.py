@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,14 +56,27 @@ async def serving(chosen: EngineOptions) -> AsyncIterator[Server]:
 
 
 async def answers(server: Server, tiny: Any, on_token: Callable[[str], None]) -> list[list[int]]:
-    """Greedy answers to requests that run at the same time; `on_token` hears each engine's name."""
+    """Greedy answers to requests that run at the same time; `on_token` hears each engine's name.
+
+    The last one is under a penalty. Each token must come with its own logprobs.
+    """
 
     async def one(index: int) -> list[int]:
         prompt = tiny.prompts[index % len(tiny.prompts)]
-        params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+        penalised = index == NUM_REQUESTS - 1
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=OUTPUT_TOKENS,
+            ignore_eos=True,
+            repetition_penalty=1.2 if penalised else 1.0,
+            logprobs=1,
+        )
         tokens: list[int] = []
         async for delta in server.frontend.generate(prompt, params):
             tokens += delta.token_ids
+            assert len(delta.logprobs) == len(delta.token_ids)
+            if not penalised:
+                assert tuple(each.top_ids[0] for each in delta.logprobs) == delta.token_ids
             on_token(delta.engine)
         return tokens
 
@@ -302,3 +316,25 @@ def test_a_wrong_option_is_named_before_anything_starts(
     assert done.returncode in (1, 2)
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_llm_outputs_carry_logprobs_of_tokens_from_both_engines(tiny: Any) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=7, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=2
+    )
+    with LLM(**msgspec.structs.asdict(options(tiny))) as llm:
+        outputs = llm.generate([tiny.prompts[0]] * NUM_REQUESTS, params, use_tqdm=False)
+        silent = llm.generate([tiny.prompts[0]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert silent[0].outputs[0].logprobs is None
+    choices = [output.outputs[0] for output in outputs]
+    assert sum((choice.engines for choice in choices), Counter()).keys() == {"gpu", "cpu"}
+    for choice in choices:
+        assert choice.token_ids == choices[0].token_ids
+        assert choice.logprobs is not None
+        assert len(choice.logprobs) == len(choice.token_ids) == OUTPUT_TOKENS
+        total = 0.0
+        for token_id, by_id in zip(choice.token_ids, choice.logprobs, strict=True):
+            assert next(iter(by_id)) == token_id
+            assert {1, 2} <= {each.rank for each in by_id.values()}
+            total += by_id[token_id].logprob
+        assert choice.cumulative_logprob == pytest.approx(total)

@@ -106,6 +106,8 @@ def test_seeded_sampling_is_the_same_on_either_engine_and_in_any_batch(
         {"temperature": 1.3, "top_k": 40, "seed": 2},
         {"temperature": 1.0, "top_p": 0.9, "seed": 3},
         {"temperature": 1.0, "min_p": 0.05, "top_p": 0.95, "top_k": 100, "seed": 2**64 - 1},
+        {"temperature": 1.0, "presence_penalty": 1.2, "frequency_penalty": 0.7, "seed": 4},
+        {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 50, "seed": 5},
     ]
     states = [
         RequestState(
@@ -129,6 +131,25 @@ def test_seeded_sampling_is_the_same_on_either_engine_and_in_any_batch(
     for state in states:
         assert run(SwitchPolicy("host"), [state]) == {state.id: on_gpu[state.id]}
     assert len({tuple(tokens) for tokens in on_gpu.values()}) == len(states)
+
+
+def test_penalties_and_logprobs_equal_transformers_whoever_decodes(
+    smollm2: Any, make_engines: Callable[..., Any]
+) -> None:
+    assert smollm2.penalized != smollm2.answers[0]
+    prompt = smollm2.prompts[0]
+    params = DecodeParams(max_tokens=STEPS, repetition_penalty=1.4, logprobs=3)
+    for start, depth in (("gpu", 1), ("gpu", 2), ("host", 2)):
+        states = [RequestState(f"r{i}", i, 0, list(prompt), [], params) for i in range(3)]
+        policy = SwitchPolicy(start, {"r1": len(prompt) + 9, "r2": len(prompt) + 30})
+        run = make_engines(smollm2.source).run(policy, states, depth)
+        assert len(set(run.engines["r1"])) == 2
+        for tokens, reported in zip(run.tokens.values(), run.logprobs.values(), strict=True):
+            assert tokens == smollm2.penalized
+            assert len(reported) == STEPS
+            for token, got, exact in zip(tokens, reported, smollm2.penalized_logprobs, strict=True):
+                assert got.logprob == pytest.approx(float(exact[token]), abs=1e-3)
+                assert got.top_logprobs == pytest.approx(exact.topk(3).values.tolist(), abs=1e-3)
 
 
 def test_min_tokens_holds_stop_ids_back_on_either_engine(

@@ -86,15 +86,20 @@ needs_cuda = [
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
 def executor(
-    request: pytest.FixtureRequest,
+    device: str,
     checkpoint: tuple[ModelSource, Any],
     spec: ModelSpec,
     config: EngineConfig,
     arena: bytearray,
 ) -> Iterator[TorchExecutor]:
     weights = iter_weights(checkpoint[0], spec, "float32")
-    config = msgspec.structs.replace(config, device=request.param)
+    config = msgspec.structs.replace(config, device=device)
     executor = TorchExecutor(config, spec, weights, arena=arena, wake=lambda: None)
     yield executor
     executor.close()

@@ -13,12 +13,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dualpace.core.config import EngineConfig
-from dualpace.core.plan import PENDING, Batch, BatchRow
+from dualpace.core.history import TokenHistory
+from dualpace.core.plan import PENDING, Batch, BatchRow, StepResult
 from dualpace.core.sampling import DecodeParams
 from dualpace.gpu.executor import TorchExecutor
 from dualpace.gpu.flashinfer_model import FlashInferModel
 from dualpace.gpu.runner import ModelRunner
-from dualpace.gpu.sampler import sample
+from dualpace.gpu.sampler import SampleRow, sample
 from dualpace.gpu.step_input import flatten
 from dualpace.models.registry import ModelSource
 from dualpace.models.spec import load_spec
@@ -187,7 +188,8 @@ def test_the_drawing_kernel_draws_what_the_sampler_draws() -> None:
         torch.from_numpy(np.array([p.seed for p in params], np.uint64).view(np.int64)).cuda(),
         torch.tensor(positions, device="cuda"),
     )
-    assert torch.equal(drawn, sample(logits.float(), params, positions, [()] * rows))
+    by_sampler = sample(logits.float(), list(map(SampleRow, params, positions)))
+    assert torch.equal(drawn, by_sampler.tokens)
 
 
 def test_steps_launched_ahead_of_a_slow_device_compute_what_an_unhurried_one_computes(
@@ -197,10 +199,10 @@ def test_steps_launched_ahead_of_a_slow_device_compute_what_an_unhurried_one_com
     overwrite each other's."""
     lengths = [5, 40, 77, 100]
 
-    def decode(ahead: bool) -> list[list[int | None]]:
+    def decode(ahead: bool) -> list[StepResult]:
         decodes = fill(runner, lengths)
         launched = []
-        outcomes: list[list[int | None]] = []
+        outcomes: list[StepResult] = []
         if ahead:
             torch.cuda._sleep(2_000_000_000)
         for step in range(10):
@@ -212,9 +214,9 @@ def test_steps_launched_ahead_of_a_slow_device_compute_what_an_unhurried_one_com
             decodes = [
                 msgspec.structs.replace(
                     part,
-                    tokens=[PENDING] if ahead else [outcomes[-1][i]],  # type: ignore[list-item]
+                    tokens=[PENDING] if ahead else [outcomes[-1].tokens[i]],  # type: ignore[list-item]
                     start=part.start + 1,
-                    params=DecodeParams(temperature=0.7, seed=i),
+                    params=DecodeParams(temperature=0.7, seed=i, logprobs=2 if i == 1 else None),
                 )
                 for i, part in enumerate(decodes)
             ]
@@ -225,16 +227,41 @@ def test_steps_launched_ahead_of_a_slow_device_compute_what_an_unhurried_one_com
 
 def test_rows_with_special_rules_keep_them_in_a_graph(runner: ModelRunner) -> None:
     decodes = fill(runner, [30, 60, 90])
-    free = runner.launch(Batch(2, tuple(decodes))).result()
+    free = runner.launch(Batch(2, tuple(decodes))).result().tokens
     banned = tuple(
         msgspec.structs.replace(part, banned_ids=(int(token),)) if i != 1 else part
         for i, (part, token) in enumerate(zip(decodes, free, strict=True))
         if token is not None
     )
-    held = runner.launch(Batch(3, banned)).result()
+    held = runner.launch(Batch(3, banned)).result().tokens
     assert held[1] == free[1]
     assert held[0] != free[0]
     assert held[2] != free[2]
+
+
+def test_a_penalty_counts_the_token_that_only_the_device_knows(runner: ModelRunner) -> None:
+    decodes = fill(runner, [30, 60])
+    first = runner.launch(Batch(2, tuple(decodes))).result().tokens
+    rules = DecodeParams(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=3.0)
+
+    def second(known: bool) -> StepResult:
+        runner.launch(Batch(2, tuple(decodes)))
+        parts = []
+        for part, token in zip(decodes, first, strict=True):
+            assert token is not None
+            history = TokenHistory().counts(part.tokens, [5, token] if known else [5])
+            parts.append(
+                msgspec.structs.replace(
+                    part,
+                    tokens=[token] if known else [PENDING],
+                    start=part.start + 1,
+                    params=rules,
+                    history=history,
+                )
+            )
+        return runner.launch(Batch(3, tuple(parts))).result()
+
+    assert second(known=False) == second(known=True)
 
 
 def test_out_of_memory_frees_the_step_and_the_next_one_runs(

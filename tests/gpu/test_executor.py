@@ -57,7 +57,7 @@ class Sequence:
 
 def step(executor: TorchExecutor, sequences: list[Sequence], chunk: int) -> None:
     rows = tuple(sequence.row(chunk) for sequence in sequences)
-    outcome = executor.launch(Batch(number=1, rows=rows)).result(timeout=60)
+    outcome = executor.launch(Batch(number=1, rows=rows)).result(timeout=60).tokens
     for sequence, row, token in zip(sequences, rows, outcome, strict=True):
         assert (token is not None) == row.sample
         if token is not None:
@@ -87,6 +87,28 @@ def test_chunked_prefill_beside_decodes_in_both_tiers_equals_generate(
         step(executor, [s for s in short + long if len(s.output) < 6], chunk)
     for sequence in short + long:
         assert sequence.output == greedy(sequence.prompt, 6), sequence.name
+
+
+def test_logprobs_come_for_the_rows_that_asked_and_sampled(
+    executor: TorchExecutor, checkpoint: tuple[ModelSource, Any]
+) -> None:
+    asked = DecodeParams(temperature=1.0, seed=3, logprobs=4)
+    prompts = [prompt(9, 7), prompt(5, 8), prompt(20, 9), prompt(3, 10)]
+    rows = [
+        Sequence(str(i), ids, [2 * i, 2 * i + 1], "gpu").row(16) for i, ids in enumerate(prompts)
+    ]
+    rows[1:] = [msgspec.structs.replace(row, params=asked) for row in rows[1:]]
+    result = executor.launch(Batch(number=1, rows=tuple(rows))).result(timeout=60)
+    # The third row's prompt is not complete yet, and the first did not ask.
+    assert [token is None for token in result.tokens] == [False, False, True, False]
+    assert sorted(result.logprobs) == [1, 3]
+    for index, got in result.logprobs.items():
+        logits = checkpoint[1](torch.tensor([prompts[index]])).logits[0, -1].detach()
+        expected = logits.double().log_softmax(dim=-1)
+        assert got.logprob == pytest.approx(float(expected[result.tokens[index]]), abs=1e-4)
+        best = expected.topk(4)
+        assert got.top_ids == best.indices.tolist()
+        assert got.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 def test_a_sequence_goes_on_after_moving_between_the_tiers(
@@ -124,7 +146,7 @@ def test_banned_ids_are_not_sampled(executor: TorchExecutor, greedy: Generate) -
     ids = prompt(5, 6)
     first = greedy(ids, 1)
     row = msgspec.structs.replace(Sequence("a", ids, [0], "gpu").row(8), banned_ids=(first[0], 149))
-    (token,) = executor.launch(Batch(number=1, rows=(row,))).result(timeout=60)
+    (token,) = executor.launch(Batch(number=1, rows=(row,))).result(timeout=60).tokens
     assert token not in (first[0], 149)
 
 
@@ -138,7 +160,7 @@ def test_a_failing_step_fails_its_own_ticket_only(
     good = executor.launch(Batch(number=2, rows=(Sequence("good", [1, 2], [0], "gpu").row(2),)))
     with pytest.raises(EngineError):
         bad.result(timeout=60)
-    assert good.result(timeout=60) == greedy([1, 2], 1)
+    assert good.result(timeout=60).tokens == greedy([1, 2], 1)
 
 
 @pytest.mark.parametrize(("source", "target"), [([16], [0]), ([0], [12]), ([0, 1], [2])])
@@ -170,7 +192,7 @@ def test_every_finished_ticket_wakes_and_close_frees_the_arena(
     for _ in tickets:
         assert wakes.acquire(timeout=60)
     assert [ticket.done() for ticket in tickets] == [True] * 3
-    assert tickets[0].result() == []
+    assert tickets[0].result().tokens == []
     executor.close()
     arena.close()
     with pytest.raises(EngineError, match="closed"):
@@ -195,7 +217,7 @@ def test_the_trial_batch_runs_on_one_page(
     assert batch.num_tokens == config.max_num_batched_tokens
     assert len(batch.rows) == config.max_num_seqs
     assert max(row.end for row in batch.rows) == config.max_model_len
-    assert None not in executor.launch(batch).result(timeout=60)
+    assert None not in executor.launch(batch).result(timeout=60).tokens
     executor.close()
 
 

@@ -28,6 +28,13 @@ def save_words(folder: Path, template: str | None = None) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def test_the_bytes_of_tokens_add_up_to_the_text(smollm2: Tokenizer) -> None:
+    text = "Hello, wörld 12345\n\t  <|im_end|> 你好 🙂 \x7f\u00a0"
+    ids = smollm2.encode(text)
+    assert b"".join(map(smollm2.token_bytes, ids)) == text.encode()
+    assert smollm2.token_bytes(10**6) == b""
+
+
 def test_gguf_tokenizer_equals_transformers(smollm2: Tokenizer) -> None:
     path = resolve("smollm2").path
     expected = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)

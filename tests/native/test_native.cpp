@@ -317,7 +317,9 @@ void sampled_ids_are_valid() {
   Sampler sampler;
   sampler.reserve(vocab);
   const std::vector<float> logits = normal(vocab);
-  const std::vector<int32_t> banned{0, 7, 999};
+  const std::vector<int32_t> banned{0, 7, 999}, biased{7, 8}, seen{0, 7, 500, 999};
+  const std::vector<double> biases{50.0, -50.0};
+  const std::vector<int32_t> counts{0, 3, 1, 0};
   for (int i = 0; i < 200; ++i) {
     SamplingRow rules;
     rules.temperature = i % 5 * 0.4;
@@ -326,8 +328,21 @@ void sampled_ids_are_valid() {
     rules.min_p = i % 7 == 0 ? 0.05 : 0.0;
     rules.seed = std::numeric_limits<uint64_t>::max() - static_cast<uint64_t>(i);
     rules.position = i;
-    rules.banned = banned.data();
-    rules.num_banned = 3;
+    rules.banned = banned;
+    if (i % 4 == 0) {
+      rules.biased = biased;
+      rules.biases = biases;
+      rules.seen = seen;
+      rules.seen_counts = counts;
+      rules.repetition_penalty = 1.5;
+      rules.presence_penalty = -2.0;
+      rules.frequency_penalty = 0.5;
+    }
+    std::vector<double> logprobs(2 + 2 * static_cast<size_t>(i % 6));
+    if (i % 3 == 0) {
+      rules.logprobs = logprobs.data();
+      rules.num_top = i % 6;
+    }
     std::vector<float> scores = logits;
     if (i % 11 == 0) scores[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
     if (i % 50 == 49) scores.assign(vocab, -std::numeric_limits<float>::infinity());

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from dualpace.core.plan import Batch, CopyJob
+from dualpace.core.plan import Batch, CopyJob, StepResult
 from dualpace.kv.pages import pages_for
 from dualpace.policy.cost_model import OPERATIONS, Operation, Point
 from dualpace.profile.probes import REPEATS, Room, make_batch, plan_points, probe
@@ -33,7 +33,7 @@ class FakeExecutor:
         self._runs[id(batch)] += 1
         self.batches.append(batch)  # kept, so that ids stay unique
         ticket: Future[list[int | None]] = Future()
-        ticket.set_result([0] * len(batch.rows))
+        ticket.set_result(StepResult([0] * len(batch.rows)))
         return ticket
 
     def copy(self, job: CopyJob) -> Future[None]:

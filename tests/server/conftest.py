@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import (
     Abort,
     EngineReady,
@@ -23,6 +24,7 @@ from dualpace.core.messages import (
     Tokens,
 )
 from dualpace.core.request import RequestState
+from dualpace.models.token_bytes import TokenBytes
 from dualpace.server.api import create_app
 from dualpace.server.frontend import Frontend, Limits
 
@@ -37,6 +39,7 @@ class SmallTokenizer:
     def __init__(self, inner: Tokenizer) -> None:
         self.inner = inner
         self.eos = inner.token_to_id(EOS)
+        self.token_bytes = TokenBytes(inner)
 
     @property
     def vocab_size(self) -> int:
@@ -121,7 +124,10 @@ class FakeEngines:
             self.frontend.on_envelope(envelope)
 
     def say(self, text: str = " lazy dog", end: bool = True, engines: str = "gc"):
-        """A script: the tokens of `text`, taken in turn by the engines named, one per envelope."""
+        """A script: the tokens of `text`, taken in turn by the engines named, one per envelope.
+
+        Token i of a request that asks has logprob -i / 4 and ids 0, 1, … as the likeliest.
+        """
 
         def script(state: RequestState) -> Iterable[Envelope]:
             ids = self.tokenizer.encode(text) + [self.tokenizer.eos] * end
@@ -131,10 +137,20 @@ class FakeEngines:
                     finish = "stop"
                 yield self.tokens(
                     {"g": "gpu", "c": "cpu"}[engines[index % len(engines)]],
-                    TokenEvent(state.id, state.epoch, index, token_id, finish),
-                )
+                    TokenEvent(
+                        state.id, state.epoch, index, token_id, finish,
+                        self.logprobs(index, state.params.logprobs),
+                    ),
+                )  # fmt: skip
 
         return script
+
+    @staticmethod
+    def logprobs(index: int, count: int | None) -> TokenLogprobs | None:
+        if count is None:
+            return None
+        top = [-0.125 * place for place in range(count)]
+        return TokenLogprobs(-index / 4, index + 1, list(range(count)), top)
 
     @staticmethod
     def tokens(sender: str, *events: TokenEvent) -> Envelope:

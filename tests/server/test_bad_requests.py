@@ -63,13 +63,30 @@ async def _refused(http, response, status, param):
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options"),
         ({"model": 5}, "model"),
-        ({"logprobs": 0}, "logprobs"),
-        ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": "3"}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"logit_bias": {"5": 100}}, "logit_bias"),
+        ({"top_logprobs": "3"}, "top_logprobs"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"presence_penalty": "high"}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"frequency_penalty": True}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": -1.5}, "repetition_penalty"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": {"5": True}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"²": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"logit_bias": {str(i): 0 for i in range(301)}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -82,7 +99,7 @@ async def test_fields_of_both_endpoints(http, path, fields, param):
     base = {"prompt": "the"} if path == COMPLETIONS else {"messages": HELLO}
     response = await http.post(path, json={**base, **fields})
     error = await _refused(http, response, 400, param)
-    if param in ("logprobs", "tools", "logit_bias", "best_of"):
+    if param in ("prompt_logprobs", "tools", "best_of"):
         assert "not supported" in error["message"]
 
 
@@ -108,7 +125,10 @@ async def test_fields_of_both_endpoints(http, path, fields, param):
         ({"prompt": "a" * 5000}, "prompt"),
         ({"prompt": ["a"] * 5000}, "prompt"),
         ({"prompt": ["a"] * 50, "n": 128}, "n"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "logprobs": 1, "top_logprobs": 1}, "top_logprobs"),
         ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
     ],
 )
@@ -133,6 +153,10 @@ async def test_prompts(http, body, param):
         (_says(content="a" * 500), "messages"),
         (_says(content="a", tool_calls=[{"id": "1"}]), "messages"),
         ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": HELLO, "logprobs": 1}, "logprobs"),
+        ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": HELLO, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"messages": HELLO, "logprobs": False, "top_logprobs": 1}, "top_logprobs"),
         ({"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
     ],
@@ -165,7 +189,9 @@ async def test_bodies_that_are_no_request(http, path, body):
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
-@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "presence_penalty"])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty"]
+)
 async def test_numbers_that_are_none(http, field, number):
     body = f'{{"prompt": "a", "{field}": {number}}}'
     headers = {"Content-Type": "application/json"}

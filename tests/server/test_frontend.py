@@ -108,6 +108,7 @@ async def test_choices_have_their_own_noise_and_arrival(engines):
         ([1] * 100, {}, RequestError, "100 tokens", "prompt"),
         ([1] * 50, {}, CapacityError, r"51.*gpu 40, cpu 50", "prompt"),
         ([1], {"stop_token_ids": [2**70]}, RequestError, "vocabulary", "stop_token_ids"),
+        ([1], {"logit_bias": {300: 1.0}}, RequestError, "vocabulary", "logit_bias"),
         ([1], {"stop": "x" * 2000}, RequestError, "1024", "stop"),
     ],
 )
@@ -181,6 +182,10 @@ async def test_metrics_tell_the_engines_apart(engines):
         ("top_k", True),
         ("stop", [5]),
         ("stop_token_ids", [1.5]),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: "1"}),
+        ("logprobs", True),
+        ("repetition_penalty", "1"),
         ("prompt", [1.0, 2.0]),
         ("prompt", [True]),
     ],

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import Submit, TokenEvent
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
@@ -20,7 +21,7 @@ def _journal(max_tokens=9, min_tokens=0):
 def _release_all(entry):
     released = []
     while (item := entry.release()) is not None:
-        released.append(tuple(item))
+        released.append(item[:3])
         if item.finish is not None:
             break
     return released
@@ -36,6 +37,23 @@ def test_tokens_leave_in_order_and_once_however_they_came():
     entry.receive(TokenEvent("r", 0, 1, 11), "cpu")
     assert _release_all(entry) == []
     assert entry.state.output == [10, 11, 12]
+
+
+def test_logprobs_leave_with_their_token_and_once_whoever_tells_them_again():
+    journal, entry = _journal()
+    first, second, third = (TokenLogprobs(-float(i), i, [i], [0.0]) for i in (1, 2, 3))
+    entry.receive(TokenEvent("r", 0, 1, 11, None, second), "cpu")
+    entry.receive(TokenEvent("r", 0, 0, 10, None, first), "gpu")
+    entry.receive(TokenEvent("r", 0, 1, 11, None, second), "gpu")
+    assert [entry.release().logprobs for _ in range(2)] == [first, second]
+    again = journal.resubmit("r", 4).state
+    assert (again.output, again.logprobs) == ([10, 11], [first, second])
+    again.append(55, third)  # an engine in this process grows its own lists
+    for index, token, its in [(1, 11, second), (2, 12, third)]:
+        entry.receive(TokenEvent("r", 4, index, token, None, its), "gpu")
+    assert entry.release().logprobs == third
+    assert entry.release() is None
+    assert (entry.state.output, entry.state.logprobs) == ([10, 11, 12], [first, second, third])
 
 
 def test_a_finish_waits_for_the_tokens_before_it():

@@ -27,6 +27,9 @@ async def test_token_ids_are_completed_with_tokens_that_have_no_text(http, engin
     assert answer["choices"][0]["text"] == ""
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 4
+    named = (await http.post("/v1/completions", json={**body, "logprobs": 0})).json()
+    tokens = [f"token_id:{token_id}" for token_id in byte_level.encode(" lazy dog")[:4]]
+    assert named["choices"][0]["logprobs"]["tokens"] == tokens
     deltas = [d async for d in engines.frontend.generate([5], SamplingParams(max_tokens=4))]
     ids = [token_id for delta in deltas for token_id in delta.token_ids]
     assert ids == byte_level.encode(" lazy dog")[:4]

@@ -45,7 +45,12 @@ def hardware(rng: random.Random, gpu_pages: int, host_pages: int) -> Hardware:
 
 def request(rng: random.Random, arrival: int, tokens: int) -> RequestState:
     length = rng.randint(1, tokens - 1)
-    params = DecodeParams(max_tokens=tokens - length, stop_ids=tuple(range(0, 50_000, 97)))
+    params = DecodeParams(
+        max_tokens=tokens - length,
+        stop_ids=tuple(range(0, 50_000, 97)),
+        presence_penalty=arrival % 3 / 2,
+        logprobs=1 if arrival % 2 else None,
+    )
     prompt = [rng.randrange(50_000) for _ in range(length)]
     return RequestState(f"r{arrival}", arrival, 0, prompt, [], params)
 

@@ -22,6 +22,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.request import FinishReason, RequestState
 
 FRONTEND: Final = "frontend"
@@ -58,7 +59,7 @@ class Abort(Message, frozen=True):
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """Token `index` (0 = first output token) of a request.
 
-    A finish carries its reason; its count is `index + 1`.
+    A finish carries its reason; its count is `index + 1`. `logprobs` come where the request asked.
     """
 
     request_id: str
@@ -66,6 +67,19 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     index: int
     token_id: int
     finish: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+def token_event(state: RequestState, index: int) -> TokenEvent:
+    """What there is to tell of output token `index`; the last one tells of the end, if it is."""
+    return TokenEvent(
+        state.id,
+        state.epoch,
+        index,
+        state.output[index],
+        state.finish_reason if index + 1 == len(state.output) else None,
+        state.logprobs[index] if state.logprobs else None,
+    )
 
 
 class Tokens(Message, frozen=True):

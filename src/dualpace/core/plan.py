@@ -10,6 +10,8 @@ from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
+from dualpace.core.history import TokenCounts
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.sampling import DecodeParams
 
 Tier = Literal["gpu", "host"]
@@ -24,7 +26,8 @@ class BatchRow(msgspec.Struct, frozen=True):
 
     The step computes `tokens` at positions `start`, `start+1`, …, writes their KV into `pages` of
     `tier`, attends to positions 0 … `start+len(tokens)-1`, and, where `sample` is set, samples the
-    token at position `start+len(tokens)`. `tokens` may be the one token `PENDING`.
+    token at position `start+len(tokens)`. `tokens` may be the one token `PENDING`. `history` is
+    there where the parameters penalise; a pending token is not in it.
     """
 
     request_id: str
@@ -35,6 +38,7 @@ class BatchRow(msgspec.Struct, frozen=True):
     sample: bool
     params: DecodeParams
     banned_ids: tuple[int, ...] = ()
+    history: TokenCounts | None = None
 
     @property
     def end(self) -> int:
@@ -51,6 +55,16 @@ class Batch(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step has made: row by row the sampled token id, or None for a row that samples none.
+
+    `logprobs` are there for the sampled rows that asked for them, by the row's index.
+    """
+
+    tokens: list[int | None]
+    logprobs: dict[int, TokenLogprobs] = {}
 
 
 CopyKind = Literal["load", "store", "land"]
@@ -93,8 +107,8 @@ class Executor(Protocol):
     ticket is done.
     """
 
-    def launch(self, batch: Batch) -> Ticket[list[int | None]]:
-        """Start a step. The ticket yields, row by row, the sampled token id or None."""
+    def launch(self, batch: Batch) -> Ticket[StepResult]:
+        """Start a step."""
         ...
 
     def copy(self, job: CopyJob) -> Ticket[None]:

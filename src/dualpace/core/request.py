@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.sampling import DecodeParams
 
 FinishReason = Literal["stop", "length"]
@@ -18,7 +19,8 @@ class RequestState(msgspec.Struct):
     """Everything that travels with a request when it changes its engine, KV pages apart.
 
     `arrival` is its place in the queue for as long as it lives; `epoch` grows by one with every
-    change of owner, and a result that carries an older epoch is dropped.
+    change of owner, and a result that carries an older epoch is dropped. `logprobs` has one entry
+    for each of `output` where the request asked for them, else none.
     """
 
     id: str
@@ -27,6 +29,13 @@ class RequestState(msgspec.Struct):
     prompt: list[int]
     output: list[int]
     params: DecodeParams
+    logprobs: list[TokenLogprobs] = []
+
+    def append(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """One more output token."""
+        self.output.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
 
     @property
     def num_tokens(self) -> int:

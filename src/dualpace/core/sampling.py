@@ -13,8 +13,12 @@ import secrets
 import msgspec
 
 from dualpace.core.errors import RequestError
+from dualpace.core.logprobs import MAX_LOGPROBS
 
 MAX_STOP_STRINGS = 16
+MAX_BIASED_IDS = 300  # OpenAI's limit
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
 
 
 class DecodeParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -28,6 +32,20 @@ class DecodeParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     max_tokens: int = 16
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # each id once
+    logprobs: int | None = None  # likeliest tokens to report; None: no logprobs at all
+
+    @property
+    def penalizes(self) -> bool:
+        """True if the next token depends on which ones came before, by other than the model."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
@@ -35,7 +53,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
     Raises `RequestError` (a `ValueError`) that names the field when a value cannot work.
     `top_k` 0 or -1 means all tokens; `temperature` 0 means greedy; `max_tokens` None means up to
-    the model's maximum length.
+    the model's maximum length; `logprobs` 0 means the sampled token's alone, None none.
     """
 
     n: int = 1
@@ -43,6 +61,11 @@ class SamplingParams(msgspec.Struct, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
     seed: int | None = None
     stop: list[str] | str | None = None
     stop_token_ids: list[int] | None = None
@@ -71,6 +94,30 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             0 <= self.top_k < 2**31, "top_k", "must be -1, 0 (all tokens) or positive", self.top_k
         )
         _require(0.0 <= self.min_p <= 1.0, "min_p", "must be in [0, 1]", self.min_p)
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = getattr(self, name)
+            _require(
+                -MAX_PENALTY <= penalty <= MAX_PENALTY, name, "must be between -2 and 2", penalty
+            )
+        _require(
+            0.0 < self.repetition_penalty < math.inf,
+            "repetition_penalty", "must be greater than 0", self.repetition_penalty,
+        )  # fmt: skip
+        bias = self.logit_bias or {}
+        _require(
+            len(bias) <= MAX_BIASED_IDS, "logit_bias", f"takes at most {MAX_BIASED_IDS} ids",
+            len(bias),
+        )  # fmt: skip
+        for token_id, value in bias.items():
+            _require(
+                -MAX_BIAS <= value <= MAX_BIAS,
+                "logit_bias", f"of id {token_id} must be between -100 and 100", value,
+            )  # fmt: skip
+        if self.logprobs is not None:
+            _require(
+                0 <= self.logprobs <= MAX_LOGPROBS,
+                "logprobs", f"must be between 0 and {MAX_LOGPROBS}", self.logprobs,
+            )  # fmt: skip
         if self.seed is not None:
             _require(-(2**63) <= self.seed < 2**64, "seed", "must fit in 64 bits", self.seed)
         if self.max_tokens is not None:
@@ -107,6 +154,11 @@ class SamplingParams(msgspec.Struct, kw_only=True):
             stop_ids=tuple(sorted(stop_ids)),
             min_tokens=min(self.min_tokens, max_tokens),
             max_tokens=max_tokens,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            logprobs=self.logprobs,
         )
 
 

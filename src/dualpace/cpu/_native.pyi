@@ -12,6 +12,27 @@ Memory = bytearray | memoryview | mmap | NDArray[np.uint8]
 
 def supported_isas() -> list[str]: ...
 
+class Sampling:
+    def __init__(
+        self,
+        *,
+        temperature: NDArray[np.float64],
+        top_k: NDArray[np.int64],
+        top_p: NDArray[np.float64],
+        min_p: NDArray[np.float64],
+        penalties: NDArray[np.float64],
+        seed: NDArray[np.uint64],
+        banned_offsets: NDArray[np.int64],
+        banned: NDArray[np.int32],
+        bias_offsets: NDArray[np.int64],
+        biased: NDArray[np.int32],
+        biases: NDArray[np.float64],
+        seen_offsets: NDArray[np.int64],
+        seen: NDArray[np.int32],
+        seen_counts: NDArray[np.int32],
+        wants_logprobs: NDArray[np.bool_],
+    ) -> None: ...
+
 class Engine:
     def __init__(self, cpu_ids: Sequence[int], isa: str = "auto") -> None: ...
     @property
@@ -53,14 +74,9 @@ class Engine:
         self,
         logits: NDArray[np.float32],
         positions: NDArray[np.int64],
-        temperature: NDArray[np.float64],
-        top_k: NDArray[np.int64],
-        top_p: NDArray[np.float64],
-        min_p: NDArray[np.float64],
-        seed: NDArray[np.uint64],
-        banned_offsets: NDArray[np.int64],
-        banned: NDArray[np.int32],
+        sampling: Sampling,
         out: NDArray[np.int32],
+        logprobs: NDArray[np.float64] | None,
     ) -> None: ...
 
 class ModelConfig:
@@ -98,14 +114,9 @@ class Model:
         positions: NDArray[np.int64],
         page_offsets: NDArray[np.int64],
         pages: NDArray[np.int32],
-        temperature: NDArray[np.float64],
-        top_k: NDArray[np.int64],
-        top_p: NDArray[np.float64],
-        min_p: NDArray[np.float64],
-        seed: NDArray[np.uint64],
-        banned_offsets: NDArray[np.int64],
-        banned: NDArray[np.int32],
+        sampling: Sampling,
         out: NDArray[np.int32],
+        logprobs: NDArray[np.float64] | None,
         logits: NDArray[np.float32] | None,
     ) -> None: ...
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from dualpace.core.errors import EngineError
-from dualpace.core.plan import Batch, CopyJob, Ticket
+from dualpace.core.plan import Batch, CopyJob, StepResult, Ticket
 from dualpace.cpu import _native
 from dualpace.cpu.memory import ArenaPreparer
 from dualpace.cpu.model import CpuModel
@@ -39,13 +39,13 @@ class CpuExecutor:
         )
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dualpace-cpu")
 
-    def launch(self, batch: Batch) -> Ticket[list[int | None]]:
+    def launch(self, batch: Batch) -> Ticket[StepResult]:
         """Start an iteration. Every row has one token and lives on the host.
 
         The ticket yields a token id per row, None where `sample` is not set, and raises
         `EngineError` if a row names a token, position or page that does not exist.
         """
-        future: Future[list[int | None]] = self._worker.submit(self._run, batch)
+        future: Future[StepResult] = self._worker.submit(self._run, batch)
         future.add_done_callback(lambda _: self._wake())
         return future
 
@@ -58,7 +58,7 @@ class CpuExecutor:
         self._worker.shutdown(wait=True)
         self._preparer.close()
 
-    def _run(self, batch: Batch) -> list[int | None]:
+    def _run(self, batch: Batch) -> StepResult:
         if any(row.tier != "host" for row in batch.rows):
             raise EngineError(f"batch {batch.number}: the CPU engine decodes host rows only")
         highest = max((page for row in batch.rows for page in row.pages), default=0)
@@ -68,6 +68,7 @@ class CpuExecutor:
         except ValueError as error:
             raise EngineError(f"batch {batch.number}: {error}") from error
         token_ids: list[int] = decoded.token_ids.tolist()
-        return [
+        tokens = [
             token if row.sample else None for row, token in zip(batch.rows, token_ids, strict=True)
         ]
+        return StepResult(tokens, decoded.logprobs)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -20,9 +19,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from dualpace.core.config import DType, format_size
 from dualpace.core.errors import ConfigError, HardwareError, ModelError
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import BatchRow
 from dualpace.cpu import _native
+from dualpace.cpu.sampling import logprobs_buffer, ragged, read_logprobs, sampling_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Decoded(NamedTuple):
 
     token_ids: NDArray[np.int32]  # [M]
     logits: NDArray[np.float32] | None  # [M, vocab_size], if asked for
+    logprobs: dict[int, TokenLogprobs]  # of the rows that asked, by index
 
 
 class CpuModel:
@@ -117,12 +119,19 @@ class CpuModel:
             raise ValueError("the CPU engine decodes exactly one token per row")
         out = np.empty(len(rows), np.int32)
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32) if return_logits else None
+        logprobs = logprobs_buffer(rows, self.spec.vocab_size)
         try:
-            arrays = _arrays(rows)
+            tokens = np.array([row.tokens[0] for row in rows], np.int32)
+            positions = np.array([row.start for row in rows], np.int64)
+            page_offsets, pages = ragged([row.pages for row in rows])
+            sampling = sampling_arrays(rows)
         except OverflowError as error:
             raise ValueError(f"a row's number is out of range: {error}") from None
-        self._native.decode(arena, page_tokens, *arrays, out, logits)
-        return Decoded(out, logits)
+        self._native.decode(
+            arena, page_tokens, tokens, positions, page_offsets, pages, sampling, out, logprobs,
+            logits,
+        )  # fmt: skip
+        return Decoded(out, logits, read_logprobs(rows, logprobs))
 
     def _load(self, name: str, array: NDArray[Any]) -> None:
         match = _LAYER_NAME.fullmatch(name)
@@ -153,42 +162,3 @@ def _native_config(spec: ModelSpec, dtype: DType) -> _native.ModelConfig:
         qk_norm=spec.qk_norm,
         dtype=dtype,
     )
-
-
-class _Arrays(NamedTuple):
-    """The rows of an iteration as the C++ engine takes them; [M] where nothing else is said."""
-
-    tokens: NDArray[np.int32]
-    positions: NDArray[np.int64]
-    page_offsets: NDArray[np.int64]  # [M + 1]
-    pages: NDArray[np.int32]  # [all rows' pages]
-    temperature: NDArray[np.float64]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float64]
-    min_p: NDArray[np.float64]
-    seed: NDArray[np.uint64]
-    banned_offsets: NDArray[np.int64]  # [M + 1]
-    banned: NDArray[np.int32]  # [all rows' banned ids]
-
-
-def _arrays(rows: Sequence[BatchRow]) -> _Arrays:
-    """Raises `OverflowError` for a number that does not fit."""
-    params = [row.params for row in rows]
-    return _Arrays(
-        np.array([row.tokens[0] for row in rows], np.int32),
-        np.array([row.start for row in rows], np.int64),
-        *_ragged([row.pages for row in rows]),
-        np.array([each.temperature for each in params], np.float64),
-        np.array([each.top_k for each in params], np.int64),
-        np.array([each.top_p for each in params], np.float64),
-        np.array([each.min_p for each in params], np.float64),
-        np.array([each.seed for each in params], np.uint64),
-        *_ragged([row.banned_ids for row in rows]),
-    )
-
-
-def _ragged(lists: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Lists of ids as offsets [M + 1] and flat values."""
-    offsets = np.zeros(len(lists) + 1, np.int64)
-    np.cumsum([len(each) for each in lists], out=offsets[1:])
-    return offsets, np.fromiter(chain.from_iterable(lists), np.int32, int(offsets[-1]))

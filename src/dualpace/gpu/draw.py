@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from dualpace.core.plan import BatchRow
-from dualpace.gpu.sampler import sample
+from dualpace.core.logprobs import asking_rows
+from dualpace.core.plan import PENDING, BatchRow
+from dualpace.gpu.sampler import SampleRow, sample
 from dualpace.gpu.step_input import StepInput
 from dualpace.gpu.upload import upload
 
@@ -44,28 +47,78 @@ def draw_plain(step: StepInput, logits: Tensor, sampled: Tensor) -> None:
     )
 
 
+@dataclass(frozen=True)
+class PackedLogprobs:
+    """rows: row of the step and number of likeliest tokens of each row that asked; packed: float64
+    [L, 2 + 2 n], as `core.logprobs.unpack_logprobs` reads it."""
+
+    rows: list[tuple[int, int]]
+    packed: Tensor
+
+
+def previous_tokens(step: StepInput, sampled: Tensor) -> Tensor | None:
+    """A copy of what the step before has sampled, by its rows, if penalties will ask for it: where
+    the host does not know a row's last token, the row's history lacks it."""
+    asked = any(row.history is not None and row.tokens[0] == PENDING for row in step.rows)
+    return sampled.clone() if asked else None
+
+
 def draw_special(
-    step: StepInput, logits: Tensor, sampled: Tensor, *, everyone: bool = False
-) -> None:
-    """Draw the tokens of the rows that have special rules, or (`everyone`) of all that sample."""
+    step: StepInput,
+    logits: Tensor,
+    previous: Tensor | None,
+    sampled: Tensor,
+    *,
+    everyone: bool = False,
+) -> PackedLogprobs | None:
+    """Draw the tokens of the rows that have special rules, or (`everyone`) of all that sample.
+
+    previous: of `previous_tokens`, before the step. Returns the logprobs that were asked for.
+    """
     places = [
         place
         for place, index in enumerate(step.sampled_rows)
         if everyone or is_special(step.rows[index])
     ]
     if not places:
-        return
+        return None
     rows = [step.rows[step.sampled_rows[place]] for place in places]
-    arrays = upload({"places": np.array(places), "rows": step.sampled_rows[places]}, logits.device)
-    sampled[arrays["rows"]] = sample(
-        logits[arrays["places"]].float(),
-        [row.params for row in rows],
-        [row.end for row in rows],
-        [row.banned_ids for row in rows],
+    arrays = upload(
+        {
+            "places": np.array(places),
+            "rows": step.sampled_rows[places],
+            "sources": step.sources[step.sampled_tokens[places]],
+        },
+        logits.device,
     )
+    pending = None
+    if previous is not None:
+        sources = arrays["sources"]
+        pending = torch.where(sources >= 0, previous[sources.clamp(min=0)], -1)
+    drawn = sample(
+        logits[arrays["places"]].float(),
+        [SampleRow(row.params, row.end, row.banned_ids, row.history) for row in rows],
+        pending,
+    )
+    sampled[arrays["rows"]] = drawn.tokens
+    if drawn.logprobs is None:
+        return None
+    asked = [
+        (int(step.sampled_rows[places[index]]), count)
+        for index, count in asking_rows(row.params.logprobs for row in rows)
+    ]
+    return PackedLogprobs(asked, drawn.logprobs)
 
 
 def is_special(row: BatchRow) -> bool:
     """True for a row that takes more than temperature and noise."""
     params = row.params
-    return bool(row.banned_ids or params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0)
+    return bool(
+        row.banned_ids
+        or params.top_k > 0
+        or params.top_p < 1.0
+        or params.min_p > 0.0
+        or params.logit_bias
+        or params.penalizes
+        or params.logprobs is not None
+    )

@@ -22,7 +22,7 @@ from dualpace.core.errors import (
     StepTooLargeError,
 )
 from dualpace.core.model_spec import ModelSpec
-from dualpace.core.plan import Batch, CopyJob
+from dualpace.core.plan import Batch, CopyJob, StepResult
 from dualpace.gpu.gate import release_cache, synchronize
 from dualpace.gpu.runner import LaunchedStep, ModelRunner
 from dualpace.models.tensors import Weight
@@ -79,7 +79,7 @@ class TorchExecutor:
         """Pages of the GPU pool, measured where the config left it open."""
         return self._open_runner().gpu_pages
 
-    def launch(self, batch: Batch) -> Future[list[int | None]]:
+    def launch(self, batch: Batch) -> Future[StepResult]:
         """Start a step after everything launched before it.
 
         Its ticket raises `StepTooLargeError` where the device lacks the memory for it.
@@ -111,7 +111,7 @@ class TorchExecutor:
         return future
 
 
-def _await_tokens(launched: Future[LaunchedStep]) -> list[int | None]:
+def _await_tokens(launched: Future[LaunchedStep]) -> StepResult:
     return _checked(launched.result().result)
 
 

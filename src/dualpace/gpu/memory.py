@@ -13,6 +13,7 @@ import torch
 
 from dualpace.core.config import EngineConfig, format_size
 from dualpace.core.errors import HardwareError
+from dualpace.core.logprobs import MAX_LOGPROBS
 from dualpace.core.plan import Batch, BatchRow
 from dualpace.core.sampling import DecodeParams
 from dualpace.gpu.gate import release_cache
@@ -21,7 +22,14 @@ from dualpace.gpu.torch_attention import GATHER_TOKENS
 logger = logging.getLogger(__name__)
 
 # Rules that take every branch of the sampler, for its largest workspace.
-_ALL_FILTERS = DecodeParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+_ALL_RULES = DecodeParams(
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    logprobs=MAX_LOGPROBS,
+)
 
 
 def largest_batch(config: EngineConfig) -> Batch:
@@ -45,7 +53,7 @@ def largest_batch(config: EngineConfig) -> Batch:
             pages=[0] * -(-end // config.page_tokens),
             tier="gpu",
             sample=True,
-            params=_ALL_FILTERS,
+            params=_ALL_RULES,
         )
         for index, (count, end) in enumerate(sizes)
     ]

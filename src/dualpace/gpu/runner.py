@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from dualpace.core.config import EngineConfig
+from dualpace.core.logprobs import unpack_logprobs
 from dualpace.core.model_spec import ModelSpec
-from dualpace.core.plan import Batch, CopyJob
+from dualpace.core.plan import Batch, CopyJob, StepResult
 from dualpace.gpu.decode_graphs import DecodeGraphs
-from dualpace.gpu.draw import draw_plain, draw_special
+from dualpace.gpu.draw import PackedLogprobs, draw_plain, draw_special, previous_tokens
 from dualpace.gpu.flashinfer_model import FlashInferModel, fits
 from dualpace.gpu.kv_pools import KVPools, arena_pool, new_pool
 from dualpace.gpu.layer_graphs import LayerGraphs
@@ -39,17 +40,21 @@ class LaunchedStep:
 
     step: StepInput
     tokens: Tensor  # int64 [R], on the host once `arrived` has passed
+    logprobs: PackedLogprobs | None  # likewise
     arrived: torch.cuda.Event | None
 
-    def result(self) -> list[int | None]:
-        """Wait; the sampled token of each row of the batch, None for a row that does not sample."""
+    def result(self) -> StepResult:
+        """Wait for what has been sampled; its rows are those of the batch."""
         if self.arrived is not None:
             self.arrived.synchronize()
         tokens = self.tokens.tolist()
         outcome: list[int | None] = [None] * len(self.step.rows)
         for row in self.step.sampled_rows:
             outcome[self.step.order[row]] = tokens[row]
-        return outcome
+        if self.logprobs is None:
+            return StepResult(outcome)
+        asked = [(self.step.order[row], count) for row, count in self.logprobs.rows]
+        return StepResult(outcome, unpack_logprobs(asked, self.logprobs.packed.tolist()))
 
 
 class ModelRunner:
@@ -106,33 +111,35 @@ class ModelRunner:
         """Start a step; its tokens are there when the device comes to its end."""
         step = flatten(batch, self._config.page_tokens, self._rows)
         self._rows = {}
+        previous = previous_tokens(step, self._sampled)
         if not step.rows:
-            return LaunchedStep(step, torch.empty(0, dtype=torch.int64), None)
+            return LaunchedStep(step, torch.empty(0, dtype=torch.int64), None, None)
         if self._graphs is not None and self._graphs.takes(step):
             logits = self._graphs.run(step)
-            draw_special(step, logits, self._sampled)
+            logprobs = draw_special(step, logits, previous, self._sampled)
         else:
             logits = self._model.forward(step, self._sampled)
             if self._fast:
                 draw_plain(step, logits, self._sampled)
-            draw_special(step, logits, self._sampled, everyone=not self._fast)
+            logprobs = draw_special(step, logits, previous, self._sampled, everyone=not self._fast)
         self._rows = {row.request_id: index for index, row in enumerate(step.rows) if row.sample}
-        return self._to_host(step)
+        return self._to_host(step, logprobs)
 
     def copy(self, job: CopyJob) -> None:
         """Move the pages of `job`."""
         if job.kind != "land":  # what a step computes for the host is there when it has ended
             self._pools.copy("host" if job.kind == "load" else "gpu", job.source, job.target)
 
-    def _to_host(self, step: StepInput) -> LaunchedStep:
+    def _to_host(self, step: StepInput, logprobs: PackedLogprobs | None) -> LaunchedStep:
         tokens = self._sampled[: len(step.rows)]
         if self._device.type == "cpu":
-            return LaunchedStep(step, tokens.clone(), None)
+            return LaunchedStep(step, tokens.clone(), logprobs, None)
         arrived = torch.cuda.Event(blocking=True)
-        on_host = torch.empty(len(tokens), dtype=torch.int64, pin_memory=True)
-        on_host.copy_(tokens, non_blocking=True)
+        if logprobs is not None:
+            logprobs = PackedLogprobs(logprobs.rows, _copy_to_host(logprobs.packed))
+        on_host = _copy_to_host(tokens)
         arrived.record()
-        return LaunchedStep(step, on_host, arrived)
+        return LaunchedStep(step, on_host, logprobs, arrived)
 
     def _use_pools(self) -> None:
         """Set up `gpu_pages` pages, and one more where graphs need a page that nobody uses."""
@@ -154,3 +161,9 @@ class ModelRunner:
         return DecodeGraphs(
             self._model, self._sampled, self._config.max_num_seqs, scratch_page=self.gpu_pages
         )
+
+
+def _copy_to_host(values: Tensor) -> Tensor:
+    """Start a copy into pinned memory of its own."""
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return on_host.copy_(values, non_blocking=True)

@@ -6,7 +6,7 @@ themselves. Knows nothing of requests or streams.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dualpace.core.errors import ModelError, RequestError
 from dualpace.models.registry import ModelSource, has_tokenizer
+from dualpace.models.token_bytes import TokenBytes
 
 
 class Tokenizer:
@@ -21,6 +22,9 @@ class Tokenizer:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
+        self._token_bytes: Callable[[int], bytes] | None = None
+        if backend.is_fast:
+            self._token_bytes = TokenBytes(backend.backend_tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised."""
@@ -36,6 +40,12 @@ class Tokenizer:
                 clean_up_tokenization_spaces=False,
             )
         )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, exact where transformers has its vocabulary at hand."""
+        if self._token_bytes is None:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        return self._token_bytes(token_id)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True

@@ -7,9 +7,10 @@ once, also in the middle of an iteration.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dualpace.core.history import TokenHistory
 from dualpace.core.messages import (
     FRONTEND,
     GPU,
@@ -26,9 +27,9 @@ from dualpace.core.messages import (
     Release,
     Reserve,
     Return,
-    TokenEvent,
+    token_event,
 )
-from dualpace.core.plan import Batch, BatchRow, CopyJob
+from dualpace.core.plan import Batch, BatchRow, CopyJob, StepResult
 from dualpace.core.request import RequestState
 from dualpace.kv.pages import BlockTable, PagePool, pages_for
 from dualpace.policy.view import CpuView, Policy, RowView
@@ -45,6 +46,7 @@ class HostRow:
     state: RequestState
     table: BlockTable
     step: int | None = None
+    history: TokenHistory = field(default_factory=TokenHistory)
 
     @property
     def computed(self) -> int:
@@ -218,21 +220,22 @@ class CpuScheduler(SchedulerBase):
             sample=True,
             params=state.params,
             banned_ids=state.banned_ids(),
+            history=row.history.of(state),
         )
 
     # -- commit ----------------------------------------------------------------------------------
 
-    def commit(self, batch: Batch, tokens: list[int | None]) -> None:
+    def commit(self, batch: Batch, result: StepResult) -> None:
         self.step_ended(batch.number)
-        for part, token in zip(batch.rows, tokens, strict=True):
+        for index, (part, token) in enumerate(zip(batch.rows, result.tokens, strict=True)):
             row = self.rows.get(part.request_id)
             if row is None or row.step != batch.number or token is None:
                 continue  # it ended or was recalled while the iteration ran
             row.step = None
             state = row.state
-            state.output.append(token)
+            state.append(token, result.logprobs.get(index))
+            self.emit_token(token_event(state, len(state.output) - 1))
             finish = state.finish_reason
-            self.emit_token(TokenEvent(state.id, state.epoch, len(state.output) - 1, token, finish))
             if finish is not None:
                 self.end(row)
 

@@ -10,8 +10,9 @@ import bisect
 import logging
 
 from dualpace.core.errors import StepTooLargeError
-from dualpace.core.messages import CPU, FRONTEND, AnyMessage, Failed, Submit, TokenEvent
-from dualpace.core.plan import Batch, CopyJob
+from dualpace.core.logprobs import TokenLogprobs
+from dualpace.core.messages import CPU, FRONTEND, AnyMessage, Failed, Submit, token_event
+from dualpace.core.plan import Batch, CopyJob, StepResult
 from dualpace.core.request import RequestState
 from dualpace.kv.ledger import TransferLedger
 from dualpace.kv.pages import PagePool, pages_for
@@ -188,24 +189,24 @@ class GpuScheduler(SchedulerBase):
 
     # -- commit ----------------------------------------------------------------------------------
 
-    def commit(self, batch: Batch, tokens: list[int | None]) -> None:
+    def commit(self, batch: Batch, result: StepResult) -> None:
         self._let_go(batch)
         self.step_tokens = min(2 * self.step_tokens, self.max_tokens)
-        for part, token in zip(batch.rows, tokens, strict=True):
+        for index, (part, token) in enumerate(zip(batch.rows, result.tokens, strict=True)):
             row = self.rows.get(part.request_id)
             if row is None or batch.number not in row.steps:
                 continue  # it ended, or was preempted, while the step ran
             row.steps.remove(batch.number)
             if token is not None:
                 row.pending -= 1
-                self.append(row, token)
+                self.append(row, token, result.logprobs.get(index))
 
-    def append(self, row: Row, token: int) -> None:
+    def append(self, row: Row, token: int, logprobs: TokenLogprobs | None) -> None:
         """The row's next token: emit it, then end the row, pass it on, or let it go on."""
         state = row.state
-        state.output.append(token)
+        state.append(token, logprobs)
+        self.emit_token(token_event(state, len(state.output) - 1))
         finish = state.finish_reason
-        self.emit_token(TokenEvent(row.id, state.epoch, len(state.output) - 1, token, finish))
         if finish is not None:
             self.end(row)
         elif row.phase is Phase.DEMOTING:

@@ -29,7 +29,7 @@ from dualpace.core.messages import (
     Release,
     Reserve,
     Return,
-    TokenEvent,
+    token_event,
 )
 from dualpace.core.plan import CopyJob
 from dualpace.core.request import RequestState
@@ -276,7 +276,7 @@ class Mover:
         """Emit again what the dead CPU engine made of a row that is here; who has it drops it."""
         state = row.state
         for index in range(row.host_tokens or 0, len(state.output)):
-            self.gpu.emit_token(TokenEvent(row.id, state.epoch, index, state.output[index]))
+            self.gpu.emit_token(token_event(state, index))
         row.host_tokens = None
 
     def use_ended(self, request_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from dualpace.core.history import TokenHistory
 from dualpace.core.plan import PENDING, BatchRow, Tier
 from dualpace.core.request import RequestState
 from dualpace.kv.pages import BlockTable
@@ -60,6 +61,7 @@ class Row:
     host_tokens: int | None = None
     steps: list[int] = field(default_factory=list)
     pending: int = 0
+    history: TokenHistory = field(default_factory=TokenHistory)
 
     @property
     def id(self) -> str:
@@ -94,6 +96,7 @@ class Row:
     def batch_row(self, count: int) -> BatchRow:
         """Its part of a step that computes the next `count` positions."""
         end = self.computed + count
+        samples = end == self.num_tokens
         if self.pending:
             tokens = [PENDING]
         elif self.phase is Phase.DECODE:
@@ -106,9 +109,10 @@ class Row:
             start=self.computed,
             pages=list(self.pages),
             tier=self.tier,
-            sample=end == self.num_tokens,
+            sample=samples,
             params=self.state.params,
             banned_ids=self.state.banned_ids(self.pending),
+            history=self.history.of(self.state) if samples else None,
         )
 
     def launched(self, step: int, part: BatchRow) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from dualpace.core.errors import RequestError
+from dualpace.server.logprobs import chat_logprobs
 from dualpace.server.protocol import (
     AssistantMessage,
     ChatChoice,
@@ -24,12 +25,14 @@ from dualpace.server.protocol import (
 )
 from dualpace.server.serving import EventStream, Meter, Service, answer_whole
 from dualpace.server.stream import Delta
+from dualpace.server.tokenizer import Tokenizer
 
 
 class ChatFormat:
     """Deltas as chat completion objects."""
 
-    def __init__(self, request_id: str, model: str) -> None:
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": model}
         self._begun: set[int] = set()  # choices whose first chunk, with the role, is out
 
@@ -39,6 +42,7 @@ class ChatFormat:
         choice = ChatChunkChoice(
             index=delta.index,
             delta=MessageDelta(role="assistant" if first else None, content=delta.text),
+            logprobs=chat_logprobs(self._tokenizer, delta),
             finish_reason=delta.finish_reason,
         )
         return ChatChunk(**self._head, choices=[choice], engine=delta.engine, usage=usage)
@@ -46,12 +50,17 @@ class ChatFormat:
     def last_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(**self._head, choices=[], usage=usage)
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[Any], usage: Usage) -> ChatCompletion:
-        choices = [
-            ChatChoice(index=index, message=AssistantMessage(content=text), finish_reason=reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> ChatCompletion:
+        formatted = [
+            ChatChoice(
+                index=each.index,
+                message=AssistantMessage(content=each.text),
+                logprobs=chat_logprobs(self._tokenizer, each),
+                finish_reason=each.finish_reason,
+            )
+            for each in choices
         ]
-        return ChatCompletion(**self._head, choices=choices, usage=usage)
+        return ChatCompletion(**self._head, choices=formatted, usage=usage)
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
@@ -75,7 +84,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     ids = await service.tokenize(lambda: apply(messages))
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     stream = service.frontend.submit([ids], params, request_id, param="messages")
-    form = ChatFormat(request_id, model)
+    form = ChatFormat(request_id, model, service.frontend.tokenizer)
     meter = Meter(len(ids))
     if asked.stream:
         return EventStream(stream, form, meter, asked.stream_options)

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from dualpace.core.errors import RequestError
+from dualpace.server.logprobs import TextOffsets, completion_logprobs
 from dualpace.server.protocol import (
     Completion,
     CompletionChoice,
@@ -20,29 +21,36 @@ from dualpace.server.protocol import (
 )
 from dualpace.server.serving import EventStream, Meter, Service, answer_whole
 from dualpace.server.stream import Delta
+from dualpace.server.tokenizer import Tokenizer
 
 
 class CompletionFormat:
     """Deltas as completion objects."""
 
-    def __init__(self, request_id: str, model: str) -> None:
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
         self._head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": model}
 
     def chunk(self, delta: Delta, usage: Usage | None) -> CompletionChunk:
-        choice = CompletionChoice(
-            index=delta.index, text=delta.text, finish_reason=delta.finish_reason
-        )
-        return CompletionChunk(**self._head, choices=[choice], engine=delta.engine, usage=usage)
+        choices = [self._choice(delta)]
+        return CompletionChunk(**self._head, choices=choices, engine=delta.engine, usage=usage)
 
     def last_chunk(self, usage: Usage) -> CompletionChunk:
         return CompletionChunk(**self._head, choices=[], usage=usage)
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[Any], usage: Usage) -> Completion:
-        choices = [
-            CompletionChoice(index=index, text=text, finish_reason=reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
-        ]
-        return Completion(**self._head, choices=choices, usage=usage)
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> Completion:
+        formatted = [self._choice(each) for each in choices]
+        return Completion(**self._head, choices=formatted, usage=usage)
+
+    def _choice(self, delta: Delta) -> CompletionChoice:
+        offsets = self._offsets.setdefault(delta.index, TextOffsets())
+        return CompletionChoice(
+            index=delta.index,
+            text=delta.text,
+            logprobs=completion_logprobs(self._tokenizer, delta, offsets),
+            finish_reason=delta.finish_reason,
+        )
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -61,7 +69,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     )
     request_id = f"cmpl-{uuid.uuid4().hex}"
     stream = service.frontend.submit(ids, params, request_id)
-    form = CompletionFormat(request_id, model)
+    form = CompletionFormat(request_id, model, service.frontend.tokenizer)
     meter = Meter(sum(len(prompt) for prompt in ids))
     if asked.stream:
         return EventStream(stream, form, meter, asked.stream_options)

@@ -226,6 +226,8 @@ class Frontend:
             )
         for token_id in params.stop_token_ids or ():
             self._check_id(token_id, "stop_token_ids")
+        for token_id in params.logit_bias or ():
+            self._check_id(token_id, "logit_bias")
         return params
 
     def check_text(self, characters: int, param: str) -> None:
@@ -320,7 +322,7 @@ class Frontend:
 
     def _show(self, request_id: str, choice: _Choice, released: Released) -> None:
         """Turn one released token into a delta of the client's stream."""
-        token_id, engine, finish = released
+        token_id, engine, finish, logprobs = released
         text = ""
         if token_id is not None:
             self._measure(choice, engine)
@@ -339,6 +341,7 @@ class Frontend:
                 token_ids=() if token_id is None else (token_id,),
                 engine=engine,
                 finish_reason=finish,
+                logprobs=() if logprobs is None else (logprobs,),
             )
         )
         if finish is not None:
@@ -388,6 +391,7 @@ def _verified(params: SamplingParams) -> SamplingParams:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, RequestError):
             raise error.__cause__ from None
-        message, _, path = str(error).partition(" - at `$.")
-        param = path.partition("[")[0].rstrip("`")
+        # The path is "$.name", "$.name[…]", or "key in $.name" where a key has the wrong type.
+        message, _, path = str(error).partition(" - at `")
+        param = path.partition("$.")[2].partition("[")[0].rstrip("`")
         raise RequestError(f"{param}: {message}", param=param) from None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import EngineName, Submit, TokenEvent
 from dualpace.core.request import FinishReason, RequestState
 
@@ -21,16 +22,17 @@ class Released(NamedTuple):
     token_id: int | None
     engine: EngineName
     finish: FinishReason | None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(slots=True)
 class JournalEntry:
-    """One live request. `state.output` holds the tokens released so far, and only those."""
+    """One live request. `state` holds the tokens released so far, and only those."""
 
     state: RequestState
     min_epoch: int
     last_engine: EngineName = "gpu"
-    _early: dict[int, tuple[int, EngineName]] = field(default_factory=dict)
+    _early: dict[int, tuple[TokenEvent, EngineName]] = field(default_factory=dict)
     _end: tuple[int, FinishReason] | None = None  # number of tokens it ends with, and why
 
     def receive(self, event: TokenEvent, engine: EngineName) -> None:
@@ -38,7 +40,7 @@ class JournalEntry:
         if event.epoch < self.min_epoch:
             return
         if event.index >= len(self.state.output):
-            self._early.setdefault(event.index, (event.token_id, engine))
+            self._early.setdefault(event.index, (event, engine))
         if event.finish is not None and self._end is None:
             self._end = (event.index + 1, event.finish)
 
@@ -50,11 +52,12 @@ class JournalEntry:
         early = self._early.pop(count, None)
         if early is None:
             return None
-        token_id, engine = early
-        self.state.output.append(token_id)
+        event, engine = early
+        self.state.append(event.token_id, event.logprobs)
         self.last_engine = engine
         ended = self._end is not None and count + 1 == self._end[0]
-        return Released(token_id, engine, self._end[1] if ended and self._end else None)
+        finish = self._end[1] if ended and self._end else None
+        return Released(event.token_id, engine, finish, event.logprobs)
 
     def restart(self, epoch: int) -> None:
         """Forget what came out of order and refuse whatever is older than `epoch`."""
@@ -103,5 +106,6 @@ class Journal:
 
 
 def _submit(state: RequestState) -> Submit:
-    # An engine in this process would grow the very list that the journal grows.
-    return Submit(msgspec.structs.replace(state, prompt=state.prompt, output=list(state.output)))
+    # An engine in this process would grow the very lists that the journal grows.
+    own = {"output": list(state.output), "logprobs": list(state.logprobs)}
+    return Submit(msgspec.structs.replace(state, **own))

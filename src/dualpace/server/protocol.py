@@ -6,15 +6,19 @@ that a client could rely on must not be dropped in silence.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dualpace.core.errors import RequestError
+from dualpace.core.logprobs import MAX_LOGPROBS
 from dualpace.core.messages import EngineName
 from dualpace.core.request import FinishReason
-from dualpace.core.sampling import SamplingParams
+from dualpace.core.sampling import MAX_BIASED_IDS, SamplingParams
+
+MAX_ID_DIGITS = 10  # of a token id in the keys of logit_bias
 
 # Refused unless the value is one of these, which ask for nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -27,7 +31,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -35,17 +38,13 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -54,7 +53,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
@@ -90,12 +88,24 @@ class GenerationRequest(BaseModel):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Any = None  # looked at by hand: it may hold millions of items
+    top_logprobs: int | None = None
     seed: int | None = None
     stop: str | StopList | None = None
     stop_token_ids: IdList | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report beside the one sampled; None: no logprobs.
+
+        Raises `RequestError`.
+        """
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The request's decoding options over `defaults`. Raises `RequestError`."""
@@ -106,9 +116,31 @@ class GenerationRequest(BaseModel):
                 "stream_options is only allowed with stream=true", param="stream_options"
             )
         asked = {name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        asked["logit_bias"] = parse_logit_bias(self.logit_bias)
+        asked["logprobs"] = self.num_logprobs()
         return SamplingParams(
             **{**defaults, **{name: value for name, value in asked.items() if value is not None}}
         )
+
+
+def parse_logit_bias(given: Any) -> dict[int, Any] | None:
+    """Biases by token id; the API has the ids as text. Raises `RequestError`."""
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise RequestError("logit_bias must be an object of token ids", param="logit_bias")
+    if len(given) > MAX_BIASED_IDS:
+        raise RequestError(
+            f"logit_bias takes at most {MAX_BIASED_IDS} ids, got {len(given)}", param="logit_bias"
+        )
+    biases = {}
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
+            raise RequestError(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise RequestError(f"logit_bias of id {key} must be a number", param="logit_bias")
+        biases[int(key)] = bias
+    return biases
 
 
 class CompletionRequest(GenerationRequest):
@@ -116,6 +148,14 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Any
     add_special_tokens: bool | None = None
+    logprobs: int | None = None
+
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs:
+            raise RequestError(
+                "top_logprobs is not supported here: logprobs is the number", param="top_logprobs"
+            )
+        return self.logprobs
 
 
 class ContentPart(BaseModel):
@@ -140,6 +180,18 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     max_completion_tokens: int | None = None
     add_special_tokens: bool | None = None
+    logprobs: bool | None = None
+
+    def num_logprobs(self) -> int | None:
+        count = self.top_logprobs or 0
+        if not 0 <= count <= MAX_LOGPROBS:
+            raise RequestError(
+                f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {count}",
+                param="top_logprobs",
+            )
+        if count and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+        return count if self.logprobs else None
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         if self.max_completion_tokens is None:
@@ -165,7 +217,7 @@ def parse_request(kind: type[RequestModel], fields: object) -> RequestModel:
         raise RequestError("the body must be a JSON object")
     for name, neutral in _NEUTRAL.items():
         value = fields.get(name)
-        # In Python 0 == False, but logprobs=0 asks for something that logprobs=false does not.
+        # In Python 0 == False, which is not what a client means by it.
         if value is not None and not any(
             value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
         ):
@@ -194,10 +246,19 @@ class Usage(BaseModel):
     completion_tokens_by_engine: dict[EngineName, int]
 
 
+class CompletionLogprobs(BaseModel):
+    """One item a token. `text_offset` counts characters from the beginning of the output."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
 
 
@@ -222,6 +283,23 @@ class CompletionChunk(BaseModel):
     usage: Maybe[Usage] = None
 
 
+class LikelyToken(BaseModel):
+    """`bytes` are exact where a token is only a part of a character, and `token` cannot be."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class SampledToken(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[SampledToken]
+    refusal: None = None
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str
@@ -230,7 +308,7 @@ class AssistantMessage(BaseModel):
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
 
 
@@ -253,7 +331,7 @@ class MessageDelta(BaseModel):
 class ChatChunkChoice(BaseModel):
     index: int
     delta: MessageDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None
 
 

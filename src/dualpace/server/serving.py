@@ -25,7 +25,7 @@ from dualpace.core.sampling import SamplingParams
 from dualpace.server.errors import CLIENT_GONE, UnknownModelError, error_event
 from dualpace.server.frontend import Frontend
 from dualpace.server.protocol import StreamOptions, Usage
-from dualpace.server.stream import Delta, Stream
+from dualpace.server.stream import Delta, Stream, merge
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class Format(Protocol):
         """The streamed event that has the final usage and no choice."""
         ...
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[Any], usage: Usage) -> BaseModel:
-        """The response in one piece, choice by choice."""
+    def whole(self, choices: Sequence[Delta], usage: Usage) -> BaseModel:
+        """The response in one piece, all of a choice being one delta."""
         ...
 
 
@@ -187,14 +187,11 @@ async def answer_whole(request: Request, stream: Stream, form: Format, meter: Me
         collecting.cancel()
         leaving.cancel()
         stream.close()
-    choices = range(1 + max(delta.index for delta in deltas))
-    texts: list[list[str]] = [[] for _ in choices]
-    reasons: list[str | None] = [None for _ in choices]
+    choices: dict[int, list[Delta]] = {}
     for delta in deltas:
         meter.add(delta)
-        texts[delta.index].append(delta.text)
-        reasons[delta.index] = delta.finish_reason
-    body = form.whole(["".join(pieces) for pieces in texts], reasons, meter.usage)
+        choices.setdefault(delta.index, []).append(delta)
+    body = form.whole([merge(choices[index]) for index in sorted(choices)], meter.usage)
     return Response(body.model_dump_json(), media_type="application/json")
 
 

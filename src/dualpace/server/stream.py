@@ -7,9 +7,11 @@ Filling never waits, so a slow client holds up nobody; what piles up is bounded 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import EngineName
 from dualpace.core.request import FinishReason
 
@@ -20,6 +22,7 @@ class Delta:
 
     `text` may be empty (half a character, or what could become a stop string). The last delta of a
     choice carries its `finish_reason`, and no token where the choice ended without another one.
+    `logprobs` are there for each token where the request asked for them.
     """
 
     index: int
@@ -27,6 +30,19 @@ class Delta:
     token_ids: tuple[int, ...]
     engine: EngineName
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+def merge(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of one choice as one, by the name of the engine that made the last of it."""
+    return Delta(
+        index=deltas[-1].index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        engine=deltas[-1].engine,
+        finish_reason=deltas[-1].finish_reason,
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+    )
 
 
 class Stream:

@@ -27,6 +27,10 @@ class Tokenizer(Protocol):
         """Text of `ids`, without clean-up; bytes that are no UTF-8 come out as U+FFFD."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token: not always whole characters. Empty for an id that it lacks."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation up to where the assistant speaks. Raises if it cannot be told."""
         ...
@@ -40,6 +44,10 @@ class NoTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Its number, as vLLM writes tokens that it shall not decode."""
+        return f"token_id:{token_id}".encode()
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         raise RequestError(NO_TOKENIZER, param="messages")

@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from dualpace.core.plan import PENDING, Batch, BatchRow, CopyJob, Tier
+from dualpace.core.logprobs import TokenLogprobs
+from dualpace.core.plan import PENDING, Batch, BatchRow, CopyJob, StepResult, Tier
 from dualpace.sim.clock import VirtualClock
 
 Outcome = TypeVar("Outcome")
@@ -72,6 +73,11 @@ def next_token(tokens: list[int]) -> int:
     )
 
 
+def simulated_logprobs(token: int) -> TokenLogprobs:
+    """A token's logprobs tell which token they belong to."""
+    return TokenLogprobs(-float(token), token + 1, [token], [-float(token)])
+
+
 class SimulatedTicket(Generic[Outcome]):
     """Done when its time has come; what it does happens then."""
 
@@ -122,8 +128,8 @@ class SimulatedExecutor:
         self._free_at = 0.0
         self._closed = False
 
-    def launch(self, batch: Batch) -> SimulatedTicket[list[int | None]]:
-        ticket: SimulatedTicket[list[int | None]] = SimulatedTicket()
+    def launch(self, batch: Batch) -> SimulatedTicket[StepResult]:
+        ticket: SimulatedTicket[StepResult] = SimulatedTicket()
         self._free_at = max(self._free_at, self._clock.now) + self._step_time(batch)
 
         def complete() -> None:
@@ -153,7 +159,16 @@ class SimulatedExecutor:
         """As when its process is killed: what is under way never completes."""
         self._closed = True
 
-    def _compute(self, batch: Batch) -> list[int | None]:
+    def _compute(self, batch: Batch) -> StepResult:
+        tokens = self._tokens(batch)
+        logprobs = {
+            index: simulated_logprobs(token)
+            for index, (row, token) in enumerate(zip(batch.rows, tokens, strict=True))
+            if token is not None and row.params.logprobs is not None
+        }
+        return StepResult(tokens, logprobs)
+
+    def _tokens(self, batch: Batch) -> list[int | None]:
         if self._memory is None:
             return [UNCHECKED_TOKEN if row.sample else None for row in batch.rows]
         for row in batch.rows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import (
     CPU,
     FRONTEND,
@@ -30,7 +31,7 @@ from dualpace.policy.view import Policy
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.sim.clock import VirtualClock
-from dualpace.sim.executor import SimulatedExecutor, SimulatedMemory
+from dualpace.sim.executor import SimulatedExecutor, SimulatedMemory, simulated_logprobs
 from dualpace.sim.network import Network, SimulatedPort
 
 
@@ -72,6 +73,10 @@ class Stream:
         while len(tokens) in self.tokens:
             tokens.append(self.tokens[len(tokens)][0])
         return tokens
+
+    def logprobs_of(self, token: int) -> TokenLogprobs | None:
+        """What must come with a token."""
+        return None if self.state.params.logprobs is None else simulated_logprobs(token)
 
     @property
     def complete(self) -> bool:
@@ -234,6 +239,7 @@ class World:
                     token = (event.token_id, self.clock.now, engine)
                     known = stream.tokens.setdefault(event.index, token)
                     assert known[0] == event.token_id, f"token {event.index} came out differently"
+                    assert event.logprobs == stream.logprobs_of(event.token_id)
                     if event.finish is not None:
                         stream.count = event.index + 1
             elif isinstance(body, Failed):
@@ -254,4 +260,7 @@ class World:
         resumed = RequestState(
             state.id, state.arrival, epoch, state.prompt, stream.received, state.params
         )
+        resumed.logprobs = [
+            each for each in map(stream.logprobs_of, stream.received) if each is not None
+        ]
         self.port.send(GPU, Submit(resumed))
