@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from dualpace.core.config import EngineConfig
 from dualpace.core.history import TokenHistory
-from dualpace.core.plan import PENDING, Batch, BatchRow, StepResult
+from dualpace.core.plan import PENDING, Batch, BatchRow, CopyJob, StepResult
 from dualpace.core.sampling import DecodeParams
 from dualpace.gpu.executor import TorchExecutor
 from dualpace.gpu.flashinfer_model import FlashInferModel
@@ -302,3 +303,86 @@ def make_ballast() -> Callable[[], torch.Tensor]:
         return parts  # type: ignore[return-value]
 
     return make
+
+
+class Served:
+    """An executor with a host arena, and one request driven by hand."""
+
+    def __init__(self, model: Any, config: EngineConfig, host_pages: int = 64) -> None:
+        source = model[0]
+        self.spec = load_spec(source)
+        self.config = msgspec.structs.replace(config, host_pages=host_pages, policy="dualpace")
+        self.arena = mmap.mmap(-1, host_pages * config.page_bytes)
+        self.arena.write(b"\xff" * len(self.arena))  # NaN, wherever nothing was written
+        self.executor = TorchExecutor(
+            self.config, self.spec, iter_weights(source, self.spec, "bfloat16"),
+            arena=self.arena, wake=lambda: None,
+        )  # fmt: skip
+
+    def run(self, *rows: BatchRow) -> list[int | None]:
+        return self.executor.launch(Batch(1, rows)).result().tokens
+
+    def copy(self, kind: Any, source: list[int], target: list[int], request: str = "h") -> None:
+        self.executor.copy(CopyJob(1, request, kind, source, target)).result()
+
+    def page(self, index: int) -> torch.Tensor:
+        size = self.config.page_bytes
+        data = np.frombuffer(self.arena, np.uint8, size, index * size).view(np.int16)
+        return torch.from_numpy(data.copy()).view(torch.bfloat16).float()
+
+
+def host(part: BatchRow, pages: list[int]) -> BatchRow:
+    return msgspec.structs.replace(part, request_id="h", tier="host", pages=pages)
+
+
+@pytest.mark.parametrize("budget", [2048, 64])
+def test_a_prompt_for_the_host_is_computed_as_one_with_a_seat_and_lands_whole(
+    model: Any, config: EngineConfig, budget: int
+) -> None:
+    """With the small budget its first chunks leave the GPU before the last one is computed."""
+    served = Served(model, msgspec.structs.replace(config, max_num_batched_tokens=budget))
+    length, chunk = 300, 64
+    ids = prompt(length, 3)
+    seat = [*pages_of(3), *pages_of(4), *pages_of(5)]
+    room = [9, 8, 7, 30, 31, 32, 33, 50, 3, 1, 63]
+    tokens: dict[str, list[int | None]] = {"seat": [], "host": []}
+    others = prompt(64, 8)
+    for start in range(0, length, chunk):
+        part = row("s", ids[start : start + chunk], start, seat, start + chunk >= length)
+        tokens["seat"] += served.run(part)
+        tokens["host"] += served.run(host(part, room))
+        served.copy("land", [], [])
+        # Somebody else's prompt passes between two chunks.
+        served.run(msgspec.structs.replace(host(row("o", others, 0, [], False), [20, 21]),
+                                           request_id=f"o{start}"))  # fmt: skip
+        served.copy("land", [], [], f"o{start}")
+    assert tokens["host"] == tokens["seat"]
+    # The seat's pages, stored beside it, are the same up to rounding in another batch.
+    count = -(-length // PAGE_TOKENS)
+    beside = list(range(40, 40 + count))
+    beside[7] = 55
+    served.copy("store", seat[:count], beside)
+    for index in range(count - 1):  # the last page has an end that nobody has written
+        assert distance(served.page(room[index]), served.page(beside[index])) < 2e-2
+    # Back to the GPU, it decodes there as the one with the seat does.
+    target = list(range(100, 100 + count))
+    served.copy("load", room[:count], target)
+    first = [token for token in tokens["seat"] if token is not None]
+    assert served.run(row("h", first, length, target)) == served.run(row("s", first, length, seat))
+    served.executor.close()
+
+
+def test_copies_go_beside_the_steps_and_bring_every_byte(model: Any, config: EngineConfig) -> None:
+    served = Served(model, config)
+    generator = np.random.default_rng(0)
+    content = generator.integers(0, 255, 10 * config.page_bytes, dtype=np.uint8)
+    served.arena.seek(0)
+    served.arena.write(content.tobytes())
+    scattered = [5, 6, 7, 2, 0, 1, 9, 8, 3, 4]
+    served.copy("load", scattered, list(range(10)))
+    served.copy("store", list(range(10)), [p + 20 for p in scattered])
+    size = config.page_bytes
+    back = np.frombuffer(served.arena, np.uint8, 10 * size, 20 * size)
+    assert np.array_equal(back, content)
+    del back
+    served.executor.close()

@@ -72,9 +72,9 @@ class DecodeGraphs:
         rows = len(step.rows)
         bucket = next(size for size in self._buckets if size >= rows)
         graph = self._graphs[bucket]
-        tables = BlockTables.of(
-            step.spans, self._model.pools.page_tokens, self._scratch_page
-        ).padded(bucket, self._scratch_page)
+        pools = self._model.pools
+        tables = BlockTables.of(step.spans, pools.page_tokens, len(pools["gpu"]))
+        tables = tables.padded(bucket, self._scratch_page)
         arrays = self._arrays(step, tables, bucket)
         packed = pack(arrays)
         graph.inputs[: len(packed)].copy_(packed, non_blocking=True)
@@ -104,7 +104,7 @@ class DecodeGraphs:
         layers, model = self._model.layers, self._model
         weights = layers.weights
         # The rows may name all pages between them; padding names the scratch page once a row.
-        pages = self._scratch_page + rows
+        pages = len(layers.pool) + rows
         attention = DecodeAttention(
             layers.spec, model.pools.page_tokens, model.workspace, rows, pages
         )

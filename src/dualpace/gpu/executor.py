@@ -1,4 +1,4 @@
-"""The GPU engine's executor: a thread that launches steps and copies, another that awaits tokens.
+"""The GPU engine's executor: a thread launches steps and copies, others await what comes of them.
 
 Knows threads and futures; what a step does is the runner's, what to run is decided by whoever
 launches.
@@ -56,6 +56,8 @@ class TorchExecutor:
         self._wake = wake
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu-launch")
         self._awaiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu-await")
+        # Loads and stores go their own ways, and a ticket must not wait for another's copy.
+        self._copy_awaiter = ThreadPoolExecutor(max_workers=4, thread_name_prefix="copy-await")
         try:
             # On the worker, because torch keeps these for each thread apart.
             if config.device == "cpu":
@@ -66,12 +68,10 @@ class TorchExecutor:
                 _without_gradients, partial(ModelRunner, config, spec, weights, arena)
             ).result()
         except StepTooLargeError as error:
-            self._worker.shutdown()
-            self._awaiter.shutdown()
+            self._shut_down()
             raise HardwareError(f"the model does not fit the GPU: {error}") from error
         except BaseException:
-            self._worker.shutdown()
-            self._awaiter.shutdown()
+            self._shut_down()
             raise
 
     @property
@@ -90,16 +90,20 @@ class TorchExecutor:
         return self._ticket(self._awaiter.submit(_await_tokens, launched))
 
     def copy(self, job: CopyJob) -> Future[None]:
-        """Start a copy after everything launched before it."""
-        return self._ticket(
-            self._worker.submit(_without_gradients, partial(self._open_runner().copy, job))
-        )
+        """Start a copy; on CUDA it runs beside the steps."""
+        started = self._worker.submit(_without_gradients, partial(self._open_runner().copy, job))
+        return self._ticket(self._copy_awaiter.submit(_await_copy, started))
 
     def close(self) -> None:
-        """Finish what was launched, then let go of thread, weights, pools and the arena."""
-        self._worker.shutdown(wait=True)
-        self._awaiter.shutdown(wait=True)
+        """Finish what was launched, then let go of threads, weights, pools and the arena."""
+        self._shut_down()
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
+
+    def _shut_down(self) -> None:
+        for pool in (self._worker, self._awaiter, self._copy_awaiter):
+            pool.shutdown(wait=True)
 
     def _open_runner(self) -> ModelRunner:
         if self._runner is None:
@@ -113,6 +117,12 @@ class TorchExecutor:
 
 def _await_tokens(launched: Future[LaunchedStep]) -> StepResult:
     return _checked(launched.result().result)
+
+
+def _await_copy(started: Future[torch.cuda.Event | None]) -> None:
+    ended = started.result()
+    if ended is not None:
+        _checked(ended.synchronize)
 
 
 def _without_gradients(work: Callable[[], Result]) -> Result:

@@ -18,9 +18,6 @@ from dualpace.core.errors import EngineError
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Tier
 
-# Pages are gathered for a copy in batches of about this size, which bounds the workspace.
-COPY_BYTES = 64 * 2**20
-
 
 class KVPools:
     """Page pools by tier; a tier without pages is a pool of length 0."""
@@ -37,18 +34,13 @@ class KVPools:
         return int(self._by_tier["gpu"].shape[4])
 
     def copy(self, source: Tier, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
-        """Copy whole pages from the pool `source` to the other one; complete on return."""
+        """Copy whole pages from the pool `source` to the other one, where both lie on the CPU."""
         target: Tier = "host" if source == "gpu" else "gpu"
         if len(source_pages) != len(target_pages):
             raise EngineError(f"{len(source_pages)} pages cannot fill {len(target_pages)}")
-        origin, destination = self._by_tier[source], self._by_tier[target]
-        reads = self.page_index(source, source_pages).to(origin.device)
-        writes = self.page_index(target, target_pages).to(destination.device)
-        batch = max(1, COPY_BYTES // (origin[0].numel() * origin.itemsize)) if len(reads) else 1
-        for read, write in zip(reads.split(batch), writes.split(batch), strict=True):
-            destination[write] = origin[read].to(destination.device)
-        if destination.is_cuda:
-            torch.cuda.current_stream(destination.device).synchronize()
+        reads = self.page_index(source, source_pages)
+        writes = self.page_index(target, target_pages)
+        self._by_tier[target][writes] = self._by_tier[source][reads]
 
     def page_index(self, tier: Tier, pages: Sequence[int]) -> Tensor:
         """`pages` as int64 [n] on the CPU. Raises `EngineError` for a page outside the pool.

@@ -23,14 +23,18 @@ from dualpace.gpu.flashinfer_model import FlashInferModel, fits
 from dualpace.gpu.kv_pools import KVPools, arena_pool, new_pool
 from dualpace.gpu.layer_graphs import LayerGraphs
 from dualpace.gpu.memory import largest_batch, measure_gpu_pages
+from dualpace.gpu.page_copies import PageCopies
+from dualpace.gpu.registration import PIECE_BYTES, Registration
 from dualpace.gpu.step_input import StepInput, flatten
 from dualpace.gpu.step_model import StepModel
 from dualpace.gpu.torch_model import TorchModel
+from dualpace.gpu.transit import Transit
 from dualpace.models.tensors import Weight
 from dualpace.models.torch_weights import load_weights
 
 logger = logging.getLogger(__name__)
 
+TRANSIT_STEPS = 4  # full steps of prompts for the host whose pages are kept on the GPU
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -93,6 +97,15 @@ class ModelRunner:
             self._host = arena_pool(arena, spec, host_pages, config.page_tokens, self._dtype)
         else:
             self._host = new_pool(spec, 0, config.page_tokens, self._dtype, torch.device("cpu"))
+        self._transit_pages = 0
+        if host_pages and self._fast:
+            self._transit_pages = (
+                TRANSIT_STEPS * config.max_num_batched_tokens // config.page_tokens
+            )
+        self._piece = max(1, PIECE_BYTES // config.page_bytes)
+        self._registration: Registration | None = None
+        if host_pages and self._device.type == "cuda":
+            self._registration = Registration(self._host, self._piece)
         if config.gpu_pages is not None:
             self.gpu_pages = config.gpu_pages
         else:
@@ -109,6 +122,11 @@ class ModelRunner:
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step; its tokens are there when the device comes to its end."""
+        asked = batch
+        if self._transit is not None:
+            batch = self._transit.place(asked)
+        if self._copies is not None and any(row.tier == "host" for row in batch.rows):
+            self._copies.finish_stores()  # the torch twin reads the host's pages by itself
         step = flatten(batch, self._config.page_tokens, self._rows)
         self._rows = {}
         previous = previous_tokens(step, self._sampled)
@@ -123,12 +141,26 @@ class ModelRunner:
                 draw_plain(step, logits, self._sampled)
             logprobs = draw_special(step, logits, previous, self._sampled, everyone=not self._fast)
         self._rows = {row.request_id: index for index, row in enumerate(step.rows) if row.sample}
-        return self._to_host(step, logprobs)
+        launched = self._to_host(step, logprobs)
+        if self._transit is not None:
+            self._transit.depart(asked, batch)
+        return launched
 
-    def copy(self, job: CopyJob) -> None:
-        """Move the pages of `job`."""
-        if job.kind != "land":  # what a step computes for the host is there when it has ended
+    def copy(self, job: CopyJob) -> torch.cuda.Event | None:
+        """Start moving the pages of `job`; the event passes at its end, None if it has ended."""
+        if job.kind == "land":
+            return self._transit.landing(job.request_id) if self._transit is not None else None
+        if self._copies is None:
             self._pools.copy("host" if job.kind == "load" else "gpu", job.source, job.target)
+            return None
+        if job.kind == "load":
+            return self._copies.load(job.source, job.target)
+        return self._copies.store(job.source, job.target)
+
+    def close(self) -> None:
+        """Let go of the arena. Nothing may be under way."""
+        if self._registration is not None:
+            self._registration.close()
 
     def _to_host(self, step: StepInput, logprobs: PackedLogprobs | None) -> LaunchedStep:
         tokens = self._sampled[: len(step.rows)]
@@ -142,10 +174,20 @@ class ModelRunner:
         return LaunchedStep(step, on_host, logprobs, arrived)
 
     def _use_pools(self) -> None:
-        """Set up `gpu_pages` pages, and one more where graphs need a page that nobody uses."""
-        pages = self.gpu_pages + self._fast
+        """Set up `gpu_pages` pages; behind them one that nobody uses, which graphs need, and those
+        in which prompts for the host are computed."""
+        pages = self.gpu_pages + self._fast + self._transit_pages
         gpu = new_pool(self._spec, pages, self._config.page_tokens, self._dtype, self._device)
         self._pools = KVPools(gpu=gpu, host=self._host)
+        self._copies: PageCopies | None = None
+        self._transit: Transit | None = None
+        if self._device.type == "cuda":
+            self._copies = PageCopies(self._pools, self._piece)
+            if self._transit_pages:
+                first = pages - self._transit_pages
+                self._transit = Transit(
+                    self._copies, first, self._transit_pages, self._config.page_tokens
+                )
         self._model: StepModel
         if self._fast:
             self._model = FlashInferModel(self._weights, self._spec, self._pools)
