@@ -302,6 +302,7 @@ def _build_gpu(
         config.page_tokens,
         config.max_num_seqs,
         config.max_num_batched_tokens,
+        usable_host_pages=lambda: executor.usable_host_pages,
     )
     tokens = executor.gpu_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)

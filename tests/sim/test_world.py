@@ -40,6 +40,7 @@ def hardware(rng: random.Random, gpu_pages: int, host_pages: int) -> Hardware:
         delay=lambda sender, to: draw("message"),
         page_tokens=PAGE_TOKENS,
         restart=rng.choice([0.0, 0.5]),
+        registration=rng.choice([0.0, 3.0]),
     )
 
 
@@ -147,7 +148,7 @@ def test_gpu_only_recomputes_and_never_speaks_to_the_host() -> None:
 def test_seats_are_given_in_arrival_order() -> None:
     """With one seat, requests of equal length finish in the order in which they arrived."""
     rng = random.Random(1)
-    world = World(hardware(rng, 10, 400), DualPacePolicy(64), max_rows=1)
+    world = World(replace(hardware(rng, 10, 400), registration=0.0), DualPacePolicy(64), max_rows=1)
     for arrival in range(10):
         params = DecodeParams(max_tokens=30)
         world.submit(0.0, RequestState(f"r{arrival}", arrival, 0, [arrival] * 6, [], params))

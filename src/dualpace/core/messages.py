@@ -160,6 +160,12 @@ class Loaded(Message, frozen=True):
     epoch: int
 
 
+class Usable(Message, frozen=True):
+    """The GPU can copy from and to the first `pages` host pages: grant no others. It only grows."""
+
+    pages: int
+
+
 # -- CPU engine to GPU engine --------------------------------------------------------------------
 
 
@@ -255,7 +261,7 @@ class Shutdown(Message, frozen=True):
 
 AnyMessage = (
     Submit | Abort | Tokens | Failed | Lost | EngineReady | EngineStats
-    | Reserve | Cancel | Handoff | Recall | Loaded
+    | Reserve | Cancel | Handoff | Recall | Loaded | Usable
     | Grant | Deny | Release | KeepRow | Return | HostReport
     | Gone | PeerUp | PeerDown | PeerDrained | Shutdown
 )  # fmt: skip

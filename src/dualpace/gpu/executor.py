@@ -50,7 +50,8 @@ class TorchExecutor:
 
         weights: as from `models.weights.iter_weights`, in `config.dtype`; arena: writable buffer
         (an mmap) of at least host_pages × page_bytes, or None without host pages; wake: called
-        after each finished ticket, from the worker thread or the launching one. Raises
+        after each finished ticket, and when more host pages have become usable, from any thread.
+        Raises
         `HardwareError` where the device has no room for KV, `EngineError` for a short arena.
         """
         self._wake = wake
@@ -65,7 +66,7 @@ class TorchExecutor:
             else:
                 self._worker.submit(lambda: torch.cuda.set_stream(torch.cuda.Stream())).result()
             self._runner: ModelRunner | None = self._worker.submit(
-                _without_gradients, partial(ModelRunner, config, spec, weights, arena)
+                _without_gradients, partial(ModelRunner, config, spec, weights, arena, wake)
             ).result()
         except StepTooLargeError as error:
             self._shut_down()
@@ -78,6 +79,11 @@ class TorchExecutor:
     def gpu_pages(self) -> int:
         """Pages of the GPU pool, measured where the config left it open."""
         return self._open_runner().gpu_pages
+
+    @property
+    def usable_host_pages(self) -> int:
+        """Host pages, from 0 on, that can be copied by now; grows in the background."""
+        return self._open_runner().usable_host_pages
 
     def launch(self, batch: Batch) -> Future[StepResult]:
         """Start a step after everything launched before it.

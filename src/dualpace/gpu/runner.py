@@ -6,7 +6,7 @@ For one thread; order, tickets and the thread itself are the executor's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class ModelRunner:
         spec: ModelSpec,
         weights: Iterable[tuple[str, Weight]],
         arena: Any | None,
+        wake: Callable[[], None],
     ) -> None:
         """Parameters are those of `TorchExecutor`."""
         self._spec = spec
@@ -105,7 +106,7 @@ class ModelRunner:
         self._piece = max(1, PIECE_BYTES // config.page_bytes)
         self._registration: Registration | None = None
         if host_pages and self._device.type == "cuda":
-            self._registration = Registration(self._host, self._piece)
+            self._registration = Registration(self._host, self._piece, wake)
         if config.gpu_pages is not None:
             self.gpu_pages = config.gpu_pages
         else:
@@ -119,6 +120,11 @@ class ModelRunner:
         self._use_pools()
         self._graphs = self._capture()
         logger.info("KV pools: %d GPU pages, %d host pages", self.gpu_pages, host_pages)
+
+    @property
+    def usable_host_pages(self) -> int:
+        """Pages of the host's pool, from 0 on, that can be copied by now."""
+        return len(self._host) if self._registration is None else self._registration.pages
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step; its tokens are there when the device comes to its end."""

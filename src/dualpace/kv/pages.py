@@ -35,6 +35,15 @@ class PagePool:
         self._is_free = bytearray(b"\x01") * total
         self._tables: set[BlockTable] = set()
 
+    def extend(self, total: int) -> None:
+        """Have `total` pages from now on, no fewer than before."""
+        more = total - self.total
+        if more < 0:
+            raise ValueError(f"a pool of {self.total} pages cannot shrink to {total}")
+        self._is_free += b"\x01" * more
+        self.total = total
+        self.free += more
+
     def take(self, count: int) -> BlockTable | None:
         """A table of `count` pages with the caller as its holder, or None if too few are free."""
         table = BlockTable([])

@@ -27,6 +27,7 @@ from dualpace.core.messages import (
     Release,
     Reserve,
     Return,
+    Usable,
     token_event,
 )
 from dualpace.core.plan import Batch, BatchRow, CopyJob, StepResult
@@ -61,10 +62,14 @@ class Claim(NamedTuple):
 
 
 class CpuScheduler(SchedulerBase):
-    """Host pages are held by a grant, then by the row, then (recalled) by the load."""
+    """Host pages are held by a grant, then by the row, then (recalled) by the load.
+
+    Starts without pages and has as many as the GPU engine has said it can use, up to `pages`.
+    """
 
     def __init__(self, policy: Policy, pages: int, page_tokens: int, max_rows: int) -> None:
-        super().__init__(GPU, PagePool(pages))
+        super().__init__(GPU, PagePool(0))
+        self.pages = pages
         self.policy = policy
         self.page_tokens = page_tokens
         self.max_rows = max_rows
@@ -87,6 +92,8 @@ class CpuScheduler(SchedulerBase):
                 self._recall(body)
             case Loaded():
                 self._drop_claim(self.loads, body.request_id, body.epoch)
+            case Usable():
+                self.pool.extend(min(body.pages, self.pages))
             case _:
                 logger.error("the CPU engine has no use for %s", type(body).__name__)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections.abc import Callable
 
 from dualpace.core.errors import StepTooLargeError
 from dualpace.core.logprobs import TokenLogprobs
@@ -22,6 +23,7 @@ from dualpace.scheduler.moves import Mover
 from dualpace.scheduler.rows import HOST_PHASES, Phase, Row, by_arrival
 
 logger = logging.getLogger(__name__)
+ALL_PAGES = 2**62
 VIEWED_HOST_ROWS = 16  # how many of the oldest host rows a policy sees
 
 
@@ -32,9 +34,18 @@ class GpuScheduler(SchedulerBase):
     """
 
     def __init__(
-        self, policy: Policy, pages: int, page_tokens: int, max_rows: int, max_tokens: int
+        self,
+        policy: Policy,
+        pages: int,
+        page_tokens: int,
+        max_rows: int,
+        max_tokens: int,
+        *,
+        usable_host_pages: Callable[[], int] = lambda: ALL_PAGES,
     ) -> None:
+        """usable_host_pages: how many of the host's pages, from 0 on, can be copied by now."""
         super().__init__(CPU, PagePool(pages))
+        self.usable_host_pages = usable_host_pages
         self.policy = policy
         self.page_tokens = page_tokens
         self.max_rows = max_rows
@@ -241,6 +252,10 @@ class GpuScheduler(SchedulerBase):
                 self.mover.land(part.request_id)
 
     # -- copies ----------------------------------------------------------------------------------
+
+    def take_messages(self) -> list[tuple[str, AnyMessage]]:
+        self.mover.tell_usable()
+        return super().take_messages()
 
     def take_copies(self) -> list[CopyJob]:
         return self.mover.take_copies()

@@ -29,6 +29,7 @@ from dualpace.core.messages import (
     Release,
     Reserve,
     Return,
+    Usable,
     token_event,
 )
 from dualpace.core.plan import CopyJob
@@ -53,6 +54,7 @@ class Mover:
         self.host_pages_total = 0
         self.host_pages_free = 0
         self.ending: set[str] = set()  # ended here, but a step or copy still touches host pages
+        self._told_usable = 0
         self._draining: int | None = None
         self._ended_there: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ENDINGS)
         self._copies: list[CopyJob] = []
@@ -307,7 +309,16 @@ class Mover:
     def _peer_up(self, up: PeerUp) -> None:
         self.host_up = True
         self.host_denied = False
-        self.host_pages_total = self.host_pages_free = up.pages
+        self.host_pages_total = up.pages
+        self.host_pages_free = 0  # until it reports what it makes of the pages that are usable
+        self._told_usable = 0
+
+    def tell_usable(self) -> None:
+        """Tell the CPU engine how many of its pages can be copied, if that has grown."""
+        usable = min(self.gpu.usable_host_pages(), self.host_pages_total)
+        if self.host_up and usable > self._told_usable:
+            self._told_usable = usable
+            self.gpu.send(CPU, Usable(usable))
 
     def _peer_down(self, down: PeerDown) -> None:
         """The CPU engine is dead. What was on its way there stays here; what it held is lost."""

@@ -34,12 +34,15 @@ from dualpace.sim.clock import VirtualClock
 from dualpace.sim.executor import SimulatedExecutor, SimulatedMemory, simulated_logprobs
 from dualpace.sim.network import Network, SimulatedPort
 
+REGISTERED_PARTS = 8
+
 
 @dataclass(frozen=True)
 class Hardware:
     """How long things take, in seconds, and how many pages there are.
 
     `delay(sender, to)` is a message's travel time; from a process to itself, its time to wake.
+    `registration` is how long it takes until all host pages can be copied, some by some.
     `gpu_failure(batch)` may give the error with which a step of the GPU engine ends.
     """
 
@@ -51,6 +54,7 @@ class Hardware:
     delay: Callable[[str, str], float]
     page_tokens: int = 32
     restart: float = 1.0
+    registration: float = 0.0
     gpu_failure: Callable[[Batch], Exception | None] = lambda batch: None
 
 
@@ -129,12 +133,20 @@ class World:
         self.memory = SimulatedMemory(hardware.page_tokens) if check_kv else None
         self.streams: dict[str, Stream] = {}
         self.port = self.network.port(FRONTEND, self._receive)
+        self.usable_host_pages = 0
         self.gpu_scheduler = GpuScheduler(
-            policy, hardware.gpu_pages, hardware.page_tokens, max_rows, max_tokens
+            policy,
+            hardware.gpu_pages,
+            hardware.page_tokens,
+            max_rows,
+            max_tokens,
+            usable_host_pages=lambda: self.usable_host_pages,
         )
         self.gpu = self._engine(
             GPU, self.gpu_scheduler, hardware.gpu_step, hardware.gpu_failure, gpu_depth
         )
+        for part in range(1, REGISTERED_PARTS + 1):
+            self.clock.at(hardware.registration * part / REGISTERED_PARTS, self._registered(part))
         self._start_cpu()
 
     # -- what happens, and when ------------------------------------------------------------------
@@ -185,6 +197,13 @@ class World:
             assert mover.host_pages_free == self.cpu_scheduler.pool.free
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _registered(self, part: int) -> Callable[[], None]:
+        def event() -> None:
+            self.usable_host_pages = self.hardware.host_pages * part // REGISTERED_PARTS
+            self.gpu.turn()
+
+        return event
 
     def _engine(
         self,
