@@ -181,6 +181,7 @@ def test_penalties_are_those_of_others_with_the_newest_token_known_to_the_device
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_nothing_waits_for_the_device() -> None:
     history = TokenHistory().counts([1, 2], [3])
     rules = [msgspec.structs.replace(rule, logprobs=3) for rule in RULES + PENALTIES]
@@ -188,8 +189,8 @@ def test_nothing_waits_for_the_device() -> None:
     logits = torch.randn(len(rows), 50, device="cuda")
     pending = torch.arange(len(rows), device="cuda")
     sample(logits, rows, pending)  # sets libraries up
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         sample(logits, rows, pending)
     finally:
         torch.cuda.set_sync_debug_mode("default")
