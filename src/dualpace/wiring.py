@@ -7,8 +7,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,6 +38,7 @@ from dualpace.core.plan import Executor
 from dualpace.cpu.memory import create_arena, host_pages, map_arena
 from dualpace.cpu.threads import allowed_cores, choose_cores
 from dualpace.gpu.device import cuda_device_count
+from dualpace.heartbeat import Heartbeat
 from dualpace.ipc import EnginePort
 from dualpace.kv.pages import pages_for
 from dualpace.loop import EngineLoop, Scheduler
@@ -44,11 +48,12 @@ from dualpace.models.registry import resolve as resolve_source
 from dualpace.models.spec import load_spec
 from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
+from dualpace.runtime import remove as remove_runtime
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.server.frontend import Frontend, Limits
 from dualpace.server.tokenizer import NoTokenizer
-from dualpace.supervisor import Launch, Supervisor
+from dualpace.supervisor import Launch, Supervisor, Timeouts
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
 # Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, half a second for
 # 512 of a small one on the stand-in.
 BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 512}
+PR_SET_PDEATHSIG = 1
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
 
@@ -178,7 +184,7 @@ class Server:
         config, spec = resolve(options)
         arena_bytes = config.host_pages * config.page_bytes
         arena_fd = create_arena(arena_bytes) if arena_bytes else None
-        supervisor = _supervisor(config, arena_fd)
+        supervisor = _supervisor(options, config, arena_fd)
         starting = asyncio.ensure_future(supervisor.start())
         inbox: asyncio.Task[None] | None = None
         try:
@@ -187,6 +193,8 @@ class Server:
             engines: tuple[EngineName, ...] = (GPU, CPU) if config.host_pages else (GPU,)
             frontend = Frontend(tokenizer, limits, supervisor.port.send, engines=engines)
             supervisor.on_exit = frontend.engine_down
+            supervisor.on_hang = frontend.metrics.engine_hung
+            supervisor.on_host_gone = frontend.host_gone
             supervisor.on_gpu_death = frontend.fail_all
             inbox = asyncio.ensure_future(_dispatch(supervisor, frontend))
             await starting
@@ -226,13 +234,14 @@ def _load_tokenizer(options: EngineOptions) -> Any:
     return load_tokenizer(resolve_source(options.model))
 
 
-def _supervisor(config: EngineConfig, arena_fd: int | None) -> Supervisor:
+def _supervisor(options: EngineOptions, config: EngineConfig, arena_fd: int | None) -> Supervisor:
     def command(launch: Launch) -> list[str]:
         job = EngineJob(launch, config, arena_fd, logging.getLogger().getEffectiveLevel())
         return [sys.executable, "-m", "dualpace.cli.engine", msgspec.json.encode(job).decode()]
 
     pass_fds = () if arena_fd is None else (arena_fd,)
-    return Supervisor(command, pass_fds, config.host_pages)
+    timeouts = Timeouts(options.engine_timeout, options.step_timeout)
+    return Supervisor(command, pass_fds, config.host_pages, timeouts)
 
 
 async def _dispatch(supervisor: Supervisor, frontend: Frontend) -> None:
@@ -258,7 +267,9 @@ def run_engine(job_text: str) -> None:
     job = msgspec.json.decode(job_text, type=EngineJob)
     launch, config = job.launch, job.config
     logging.getLogger().setLevel(job.log_level)
-    _die_with_parent(launch.lifeline)
+    _die_with_parent(launch)
+    if launch.name == CPU:
+        _die_before_others()
     logger.info("%s engine: loading %s", launch.name, config.model)
     started = time.monotonic()
     try:
@@ -280,7 +291,8 @@ def run_engine(job_text: str) -> None:
             launch.name, time.monotonic() - started, ready.kv_tokens,
         )  # fmt: skip
         depth = config.steps_in_flight if launch.name == GPU else 1
-        EngineLoop(scheduler, executor, port, time.monotonic, depth).run()
+        beat = Heartbeat(launch.heartbeat)
+        EngineLoop(scheduler, executor, port, time.monotonic, depth, beat).run()
     except Exception as error:
         Path(launch.error_file).write_text(f"{type(error).__name__}: {error}")
         raise
@@ -359,11 +371,21 @@ def _checkpoint(
     return spec, with_progress(weights, total, f"{engine} engine", bar=bar)
 
 
-def _die_with_parent(lifeline: int) -> None:
-    """Exit at once when the parent's end of the lifeline closes, whatever this process does."""
+def _die_with_parent(launch: Launch) -> None:
+    """Exit at once when the parent's end of the lifeline closes, whatever this process does, and
+    leave no runtime directory behind."""
+    # Were this process stopped, it would not see the pipe close.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def watch() -> None:
-        os.read(lifeline, 1)
+        os.read(launch.lifeline, 1)
+        remove_runtime(Path(launch.error_file).parent)
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _die_before_others() -> None:
+    """Where memory runs out, the kernel shall take the engine that can be done without."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")
