@@ -32,6 +32,8 @@ class GpuOnlyPolicy:
         unclaimed = budget - sum(row.remaining for row in prefilling)
         for row in view.waiting if not preempt else ():
             pages = pages_for(row.tokens + 1, view.page_tokens)
+            if pages > view.pages_total:
+                continue  # it must not hold up those that fit
             if pages > free or seats <= 0 or unclaimed <= 0:
                 break
             free -= pages
