@@ -24,7 +24,7 @@ import pytest
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import EngineError
 from dualpace.core.sampling import SamplingParams
-from dualpace.llm import LLM
+from dualpace.llm import LLM, _abandon
 from dualpace.wiring import Server
 
 OUTPUT_TOKENS = 600
@@ -84,7 +84,9 @@ async def answers(server: Server, tiny: Any, on_token: Callable[[str], None]) ->
 
 
 class KillAfter:
-    """Kills an engine once it has made so many tokens."""
+    """Sends an engine a signal once it has made so many tokens."""
+
+    number = signal.SIGKILL
 
     def __init__(self, server: Server, engine: Any, tokens: int) -> None:
         self.server, self.engine, self.tokens = server, engine, tokens
@@ -92,7 +94,11 @@ class KillAfter:
     def __call__(self, engine: str) -> None:
         self.tokens -= engine == self.engine
         if self.tokens == 0 and engine == self.engine:
-            os.kill(self.server.supervisor.pids[self.engine], signal.SIGKILL)
+            os.kill(self.server.supervisor.pids[self.engine], self.number)
+
+
+class StopAfter(KillAfter):
+    number = signal.SIGSTOP
 
 
 def test_killing_the_cpu_engine_in_mid_decode_loses_nothing(tiny: Any) -> None:
@@ -112,6 +118,29 @@ def test_killing_the_cpu_engine_in_mid_decode_loses_nothing(tiny: Any) -> None:
             assert engines == {"gpu", "cpu"}
             metrics = server.frontend.metrics.render().decode()
             assert 'dualpace_engine_restarts_total{engine="cpu"} 1.0' in metrics
+            await all_pages_free(server)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_a_stopped_engine_is_killed_and_recovered_like_a_dead_one(tiny: Any, engine: Any) -> None:
+    async def scenario() -> None:
+        async with serving(options(tiny, engine_timeout=3.0)) as server:
+            before = await answers(server, tiny, lambda engine: None)
+            first = server.supervisor.pids[engine]
+            work = answers(server, tiny, StopAfter(server, engine, 200))
+            if engine == "cpu":
+                assert await work == before
+            else:
+                with pytest.raises(EngineError, match="hung"):
+                    await work
+            while server.frontend.missing:
+                await asyncio.sleep(0.05)
+            assert server.supervisor.pids[engine] != first
+            metrics = server.frontend.metrics.render().decode()
+            assert f'dualpace_engine_hangs_total{{engine="{engine}"}} 1.0' in metrics
+            assert await answers(server, tiny, lambda engine: None) == before
             await all_pages_free(server)
 
     asyncio.run(scenario())
@@ -209,6 +238,16 @@ def test_an_interrupted_llm_leaves_no_engines(tiny: Any) -> None:
     assert not [pid for pid in children() - before if runs(pid)]
 
 
+def test_a_start_that_is_complete_when_it_is_abandoned_leaves_no_engines(tiny: Any) -> None:
+    async def scenario() -> None:
+        starting = asyncio.ensure_future(Server.start(options(tiny)))
+        pids = (await starting).supervisor.pids
+        await _abandon(starting)
+        assert not any(map(runs, pids.values()))
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_cannot_start_says_why(tiny: Any, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -257,14 +296,24 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_the_server_however_it_ends(
-    how: signal.Signals, command: list[str], tmp_path: Path
+def test_nothing_outlives_the_server_however_it_ends(
+    how: signal.Signals,
+    stopped: int,
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Not even an engine that is stopped, or a directory."""
+    runtime = Path(tempfile.mkdtemp())  # short: a socket's path has 107 characters at most
+    monkeypatch.setenv("TMPDIR", str(runtime))
     process, address = start(command, tmp_path / "log")
     engines = engines_of(process.pid)
     assert len(engines) == 2
     assert httpx.get(f"{address}/ready").status_code == 200
+    for engine in engines[:stopped]:
+        os.kill(engine, signal.SIGSTOP)
     process.send_signal(how)
     code = process.wait(30)
     assert code == (-signal.SIGKILL if how == signal.SIGKILL else 0)
@@ -272,6 +321,7 @@ def test_no_process_outlives_the_server_however_it_ends(
     while any(map(runs, engines)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(runs, engines))
+    runtime.rmdir()  # nothing is left in it
 
 
 def test_a_second_signal_ends_streams_at_once_and_cleans_up_all_the_same(

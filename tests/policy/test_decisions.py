@@ -83,6 +83,13 @@ def test_gpu_only_preempts_the_youngest_and_admits_nobody_meanwhile() -> None:
     assert GpuOnlyPolicy().plan_gpu(view(waiting=(row(9, 4),))).admit == ("r9",)
 
 
+def test_a_request_that_no_open_tier_can_hold_does_not_hold_up_those_behind_it() -> None:
+    waiting = (row(0, 20 * PAGE), row(1, 20))
+    assert GpuOnlyPolicy().plan_gpu(view(waiting=waiting)).admit == ("r1",)
+    down = view(waiting=waiting, host_open=False, host_pages_total=0, host_pages_free=0)
+    assert DualPacePolicy(8).plan_gpu(down).admit == ("r1",)
+
+
 @pytest.mark.parametrize(("free", "sent_back"), [(2, ()), (1, ("r1",)), (0, ("r1",))])
 def test_a_full_host_sends_its_youngest_back_and_never_its_oldest(
     free: int, sent_back: tuple[str, ...]

@@ -266,13 +266,21 @@ async def test_a_server_without_engines_lives_but_is_not_ready(client, http, ser
     served.frontend.fail_all("both engines died")
     with pytest.raises(openai.APIError, match="both engines died"):
         await _chunks(response)
-    assert (await http.get("/health")).status_code == 200
+    assert (await http.get("/health")).json() == {"status": "ok", "given_up": []}
     ready = await http.get("/ready")
     assert (ready.status_code, ready.json()["missing"]) == (503, ["gpu", "cpu"])
     refused = await http.post("/v1/completions", json={"prompt": "a"})
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "not_ready"
     assert refused.headers["retry-after"] == "1"
+
+
+async def test_a_server_that_goes_on_without_its_host_says_so(client, http, served):
+    served.frontend.engine_down("cpu")
+    served.frontend.host_gone()
+    assert (await http.get("/health")).json() == {"status": "degraded", "given_up": ["cpu"]}
+    assert (await http.get("/ready")).status_code == 200
+    await client.completions.create(model="small", prompt="a", max_tokens=4)
 
 
 async def test_models_metrics_and_version(client, http):

@@ -153,6 +153,27 @@ async def test_requests_are_taken_once_both_engines_were_there_and_until_all_fai
     assert _text(await _collect(frontend, [1])) == " lazy dog"
 
 
+async def test_without_a_host_to_count_on_its_pool_holds_nothing(engines):
+    engines.ready(gpu=40, cpu=60)
+    frontend = engines.frontend
+    frontend.engine_down("cpu")
+    engines.script = None
+    frontend.submit([[1] * 50], SamplingParams())  # waits until the host is back
+    frontend.host_gone()
+    assert frontend.accepting
+    assert (frontend.missing, frontend.given_up) == ([], ["cpu"])
+    with pytest.raises(CapacityError, match=r"51.*gpu 40, cpu is down"):
+        frontend.submit([[1] * 50], SamplingParams())
+    frontend.submit([[1] * 30], SamplingParams())
+    assert engines.submits[-1].params.max_tokens == 10
+    sample = frontend.metrics.registry.get_sample_value
+    assert sample("dualpace_engine_given_up", {"engine": "cpu"}) == 1
+    engines.receive("cpu", EngineReady(3, 60, 32))
+    assert frontend.given_up == []
+    frontend.submit([[1] * 50], SamplingParams())
+    assert sample("dualpace_engine_given_up", {"engine": "cpu"}) == 0
+
+
 async def test_metrics_tell_the_engines_apart(engines):
     engines.ready()
     await _collect(engines.frontend, [1], max_tokens=4)

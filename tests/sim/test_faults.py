@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dualpace.core import messages
-from dualpace.core.messages import CPU, GPU, AnyMessage
+from dualpace.core.messages import CPU, GPU, AnyMessage, HostGone
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
 from dualpace.policy.dualpace import DualPacePolicy
@@ -144,6 +144,36 @@ def test_the_loss_of_any_kind_of_message_is_made_good(kind: str) -> None:
     world.tick(1000)
     world.run(until=1000)
     check(world, states)
+
+
+def test_without_a_host_those_that_only_it_could_hold_fail_and_hold_up_nobody() -> None:
+    """More of them than a policy sees of the queue; they wait as long as there may be a host."""
+    rng = random.Random(0)
+    world = World(hardware(rng, lambda *_: (0.0,), restart=1e9), DualPacePolicy(64), max_rows=4)
+    world.crash_cpu(0.5)
+    large = [
+        RequestState(f"large{i}", i, 0, [i] * 70, [], DecodeParams(max_tokens=9)) for i in range(8)
+    ]
+    grows = RequestState("grows", 9, 0, [9] * 50, [], DecodeParams(max_tokens=60))
+    small = [
+        RequestState(f"small{i}", 10 + i, 0, [i] * 9, [], DecodeParams(max_tokens=20))
+        for i in range(10)
+    ]
+    for state in [*large, grows, *small]:
+        world.submit(1.0, state)
+    world.tick(60)
+    world.run(until=20)
+    assert all(world.streams[state.id].complete for state in small)
+    assert not any(world.streams[state.id].received for state in large)
+    world.port.send(GPU, HostGone())
+    late = RequestState("late", 99, 0, [7] * 70, [], DecodeParams(max_tokens=9))
+    world.submit(30, late)
+    world.run(until=60)
+    for state in [*large, grows, late]:
+        failed = world.streams[state.id].failed
+        assert failed is not None
+        assert "the GPU has 64" in failed
+    world.gpu_scheduler.pool.check_integrity(idle=True)
 
 
 @pytest.mark.parametrize("kind", ["load", "store", "land"])
