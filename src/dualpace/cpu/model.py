@@ -115,14 +115,37 @@ class CpuModel:
         """
         if any(len(row.tokens) != 1 for row in rows):
             raise ValueError("the CPU engine decodes exactly one token per row")
-        out = np.empty(len(rows), np.int32)
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32) if return_logits else None
+        return Decoded(self._run(rows, (), arena, page_tokens, logits), logits)
+
+    def step(
+        self, rows: Sequence[BatchRow], arena: _native.Memory, page_tokens: int
+    ) -> list[int | None]:
+        """Run rows of any number of tokens: decodes, and chunks of prompts. Releases the GIL.
+
+        Yields the token of each row that samples, None for the others. Arena and errors as in
+        `decode`.
+        """
+        sampled = [row for row in rows if row.sample]
+        tokens = iter(self._run(sampled, rows, arena, page_tokens, None).tolist())
+        return [next(tokens) if row.sample else None for row in rows]
+
+    def _run(
+        self,
+        sampled: Sequence[BatchRow],
+        chunks: Sequence[BatchRow],
+        arena: _native.Memory,
+        page_tokens: int,
+        logits: NDArray[np.float32] | None,
+    ) -> NDArray[np.int32]:
+        """The tokens after each of `sampled`; of `chunks` all is computed that no row samples."""
+        out = np.empty(len(sampled), np.int32)
         try:
-            arrays = _arrays(rows)
+            arrays = _arrays(sampled, chunks)
         except OverflowError as error:
             raise ValueError(f"a row's number is out of range: {error}") from None
         self._native.decode(arena, page_tokens, *arrays, out, logits)
-        return Decoded(out, logits)
+        return out
 
     def _load(self, name: str, array: NDArray[Any]) -> None:
         match = _LAYER_NAME.fullmatch(name)
@@ -156,34 +179,45 @@ def _native_config(spec: ModelSpec, dtype: DType) -> _native.ModelConfig:
 
 
 class _Arrays(NamedTuple):
-    """The rows of an iteration as the C++ engine takes them; [M] where nothing else is said."""
+    """An iteration as the C++ engine takes it: M tokens, of which the first S sample."""
 
-    tokens: NDArray[np.int32]
-    positions: NDArray[np.int64]
+    tokens: NDArray[np.int32]  # [M]
+    positions: NDArray[np.int64]  # [M]
     page_offsets: NDArray[np.int64]  # [M + 1]
-    pages: NDArray[np.int32]  # [all rows' pages]
-    temperature: NDArray[np.float64]
+    pages: NDArray[np.int32]  # [all tokens' pages]
+    temperature: NDArray[np.float64]  # [S], like what follows
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
     seed: NDArray[np.uint64]
-    banned_offsets: NDArray[np.int64]  # [M + 1]
+    banned_offsets: NDArray[np.int64]  # [S + 1]
     banned: NDArray[np.int32]  # [all rows' banned ids]
 
 
-def _arrays(rows: Sequence[BatchRow]) -> _Arrays:
-    """Raises `OverflowError` for a number that does not fit."""
-    params = [row.params for row in rows]
+def _arrays(sampled: Sequence[BatchRow], chunks: Sequence[BatchRow]) -> _Arrays:
+    """The last tokens of `sampled`, then all tokens of `chunks` but those.
+
+    Raises `OverflowError` for a number that does not fit.
+    """
+    tokens = [row.tokens[-1] for row in sampled]
+    positions = [row.end - 1 for row in sampled]
+    tables = [row.pages for row in sampled]
+    for row in chunks:
+        count = len(row.tokens) - row.sample
+        tokens += row.tokens[:count]
+        positions += range(row.start, row.start + count)
+        tables += [row.pages] * count
+    params = [row.params for row in sampled]
     return _Arrays(
-        np.array([row.tokens[0] for row in rows], np.int32),
-        np.array([row.start for row in rows], np.int64),
-        *_ragged([row.pages for row in rows]),
+        np.array(tokens, np.int32),
+        np.array(positions, np.int64),
+        *_ragged(tables),
         np.array([each.temperature for each in params], np.float64),
         np.array([each.top_k for each in params], np.int64),
         np.array([each.top_p for each in params], np.float64),
         np.array([each.min_p for each in params], np.float64),
         np.array([each.seed for each in params], np.uint64),
-        *_ragged([row.banned_ids for row in rows]),
+        *_ragged([row.banned_ids for row in sampled]),
     )
 
 
