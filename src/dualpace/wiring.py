@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -31,6 +31,7 @@ from dualpace.core.errors import ConfigError, HardwareError
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Executor
+from dualpace.cpu._native import supported_isas
 from dualpace.cpu.memory import create_arena, host_pages, map_arena
 from dualpace.cpu.threads import allowed_cores, choose_cores
 from dualpace.gpu.device import cuda_device_count
@@ -46,11 +47,15 @@ from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.server.frontend import Frontend, Limits
 from dualpace.supervisor import Launch, Supervisor
 
+if TYPE_CHECKING:
+    from dualpace.cpu.standin import StandInExecutor
+    from dualpace.gpu.executor import TorchExecutor
+
 logger = logging.getLogger(__name__)
 
 ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
 # Long steps hold decodes up: the stand-in needs a second for what a GPU does in 50 ms.
-BATCHED_TOKENS: dict[Device, int] = {"cuda": 2048, "cpu": 512}
+BATCHED_TOKENS: dict[Device, int] = {"cuda": 2048, "cpu": 256}
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
 
@@ -276,10 +281,7 @@ def run_engine(job_text: str) -> None:
 def _build_gpu(
     config: EngineConfig, arena: Any, wake: Callable[[], None]
 ) -> tuple[Scheduler, Executor, EngineReady]:
-    from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
-
-    spec, weights = _checkpoint(config)
-    executor = TorchExecutor(config, spec, weights, arena=arena, wake=wake)
+    executor = _gpu_executor(config, arena, wake)
     policy = make_policy(config.policy, config.max_num_seqs)
     scheduler = GpuScheduler(
         policy,
@@ -291,6 +293,30 @@ def _build_gpu(
     tokens = executor.gpu_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)
     return scheduler, executor, ready
+
+
+def _gpu_executor(
+    config: EngineConfig, arena: Any, wake: Callable[[], None]
+) -> TorchExecutor | StandInExecutor:
+    """Torch for CUDA. Without a GPU the C++ engine stands in; and torch again where that has none
+    but its portable kernels, which are there to be right and not to be fast."""
+    spec, weights = _checkpoint(config)
+    if config.device == "cpu" and (supported_isas()[-1], config.cpu_isa).count("portable") == 0:
+        from dualpace.cpu.model import CpuModel
+        from dualpace.cpu.standin import StandInExecutor
+
+        cores = _stand_in_cores(config)
+        model = CpuModel(spec, weights, dtype=config.dtype, cores=cores, isa=config.cpu_isa)
+        return StandInExecutor(model, config.gpu_pages or 0, arena, config.page_tokens, wake)
+    from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
+
+    return TorchExecutor(config, spec, weights, arena=arena, wake=wake)
+
+
+def _stand_in_cores(config: EngineConfig) -> tuple[int, ...]:
+    """The cores that the CPU engine leaves; all of them where it does not run."""
+    spare = tuple(core for core in allowed_cores() if core not in config.cpu_ids)
+    return (spare if config.host_pages and spare else config.cpu_ids)[: config.gpu_threads]
 
 
 def _build_cpu(

@@ -14,13 +14,17 @@ from dualpace.core.sampling import DecodeParams
 
 Tier = Literal["gpu", "host"]
 
+# In place of the token that the row has sampled in the step launched just before, which nobody on
+# the host knows yet.
+PENDING = -1
+
 
 class BatchRow(msgspec.Struct, frozen=True):
     """One request's part of a step.
 
     The step computes `tokens` at positions `start`, `start+1`, …, writes their KV into `pages` of
     `tier`, attends to positions 0 … `start+len(tokens)-1`, and, where `sample` is set, samples the
-    token at position `start+len(tokens)`.
+    token at position `start+len(tokens)`. `tokens` may be the one token `PENDING`.
     """
 
     request_id: str
