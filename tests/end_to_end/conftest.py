@@ -19,6 +19,7 @@ from dualpace.core.request import RequestState
 from dualpace.cpu.executor import CpuExecutor
 from dualpace.cpu.model import CpuModel
 from dualpace.cpu.standin import StandInExecutor
+from dualpace.cpu.threads import allowed_cores
 from dualpace.gpu.executor import TorchExecutor
 from dualpace.loop import EngineLoop
 from dualpace.models.registry import ModelSource, resolve
@@ -82,7 +83,7 @@ class Engines:
         weights = iter_weights(source, spec, dtype)
         self.gpu: Executor
         if gpu == "stand-in":
-            standin = CpuModel(spec, weights, dtype=dtype, cores=(0,))
+            standin = CpuModel(spec, weights, dtype=dtype, cores=allowed_cores()[-1:])
             self.gpu = StandInExecutor(standin, gpu_pages, arena, PAGE_TOKENS, lambda: None)
         else:
             self.gpu = TorchExecutor(self.config, spec, weights, arena=arena, wake=lambda: None)
