@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
-# Long steps hold decodes up: the stand-in needs a second for what a GPU does in 50 ms.
+# The stand-in needs half a second for 512 tokens; beyond 256 they outgrow its cache.
 BATCHED_TOKENS: dict[Device, int] = {"cuda": 2048, "cpu": 256}
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
@@ -104,7 +104,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
     if options.gpu_kv_tokens is not None:
         gpu_pages = options.gpu_kv_tokens // options.page_tokens
     elif device == "cpu":
-        # The C++ engine decodes faster than the stand-in: give that one no seats unless it must.
+        # Prompts keep the stand-in busy, and decodes in their steps would wait for them.
         gpu_pages = 0 if pages else pages_per_sequence * STANDIN_SEQUENCES
     if gpu_pages == 0 and pages == 0:
         raise ConfigError(

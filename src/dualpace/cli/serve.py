@@ -62,7 +62,7 @@ def serve(
     ] = DEFAULTS["max_num_seqs"],
     max_num_batched_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens in one GPU step. Default: 2048, 512 on the stand-in."),
+        typer.Option(help="Most tokens in one GPU step. Default: 2048, 256 on the stand-in."),
     ] = None,
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of the GPU's memory to use.")
