@@ -217,27 +217,28 @@ class NativeModel {
               const Out<int32_t, 1>& out, const std::optional<Out<double, 2>>& logprobs,
               const std::optional<Out<float, 2>>& logits) {
     const ModelConfig& c = model_.config();
-    const size_t m = tokens.shape(0);
+    const size_t m = tokens.shape(0), sampled = out.shape(0);
     require(complete_, "the model has not got all its tensors");
     require(page_tokens > 0, "page_tokens must be positive");
-    require(positions.shape(0) == m && sampling.size() == m && out.shape(0) == m,
-            "one position, sampling parameter and output per row");
-    require(!logits || (logits->shape(0) == m &&
+    require(positions.shape(0) == m && sampled <= m && sampling.size() == sampled,
+            "one position per row, one sampling parameter and output per row that samples");
+    require(!logits || (logits->shape(0) == sampled &&
                         logits->shape(1) == static_cast<size_t>(c.vocab_size)),
-            "logits must be [rows, vocab_size]");
+            "logits must be [sampled rows, vocab_size]");
     const Ragged table(page_offsets, pages, m, "pages");
     const std::vector<SamplingRow> rules = sampling.rows(c.vocab_size, logprobs);
     std::vector<DecodeRow> rows(m);
     for (size_t i = 0; i < m; ++i) {
-      rows[i] = {tokens(i), positions(i), table.begin(i), table.length(i), rules[i]};
+      rows[i] = {tokens(i), positions(i), table.begin(i), table.length(i),
+                 i < sampled ? rules[i] : SamplingRow()};
       rows[i].sampling.position = positions(i) + 1;
     }
     const Buffer memory(arena);
     const CacheShape shape{c.num_layers, c.num_kv_heads, page_tokens, c.head_dim, c.dtype};
     const int64_t num_pages = static_cast<int64_t>(memory.size() / shape.page_bytes());
     const nb::gil_scoped_release release;
-    program_.run(rows, memory.data(), num_pages, page_tokens, out.data(),
-                 logits ? logits->data() : nullptr);
+    program_.run(rows, static_cast<int>(sampled), memory.data(), num_pages, page_tokens,
+                 out.data(), logits ? logits->data() : nullptr);
   }
 
  private:

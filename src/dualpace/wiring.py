@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,6 +32,7 @@ from dualpace.core.errors import ConfigError, HardwareError
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Executor
+from dualpace.cpu._native import supported_isas
 from dualpace.cpu.memory import create_arena, host_pages, map_arena
 from dualpace.cpu.threads import allowed_cores, choose_cores
 from dualpace.gpu.device import cuda_device_count
@@ -50,12 +51,16 @@ from dualpace.server.frontend import Frontend, Limits
 from dualpace.server.tokenizer import NoTokenizer
 from dualpace.supervisor import Launch, Supervisor
 
+if TYPE_CHECKING:
+    from dualpace.cpu.standin import StandInExecutor
+    from dualpace.gpu.executor import TorchExecutor
+
 logger = logging.getLogger(__name__)
 
 ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
-# Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, half a second for
-# 512 of a small one on the stand-in.
-BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 512}
+# Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, a quarter of a
+# second for 256 of a small one on the stand-in, which beyond that outgrow its cache.
+BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 256}
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
 
@@ -104,7 +109,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
     if options.gpu_kv_tokens is not None:
         gpu_pages = options.gpu_kv_tokens // options.page_tokens
     elif device == "cpu":
-        # The C++ engine decodes faster than the stand-in: give that one no seats unless it must.
+        # Prompts keep the stand-in busy, and decodes in their steps would wait for them.
         gpu_pages = 0 if pages else pages_per_sequence * STANDIN_SEQUENCES
     if gpu_pages == 0 and pages == 0:
         raise ConfigError(
@@ -291,10 +296,7 @@ def run_engine(job_text: str) -> None:
 def _build_gpu(
     config: EngineConfig, arena: Any, wake: Callable[[], None], *, bar: bool = False
 ) -> tuple[Scheduler, Executor, EngineReady]:
-    from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
-
-    spec, weights = _checkpoint(config, GPU, bar)
-    executor = TorchExecutor(config, spec, weights, arena=arena, wake=wake)
+    executor = _gpu_executor(config, arena, wake, bar)
     policy = make_policy(config.policy, config.max_num_seqs)
     scheduler = GpuScheduler(
         policy,
@@ -307,6 +309,30 @@ def _build_gpu(
     tokens = executor.gpu_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)
     return scheduler, executor, ready
+
+
+def _gpu_executor(
+    config: EngineConfig, arena: Any, wake: Callable[[], None], bar: bool
+) -> TorchExecutor | StandInExecutor:
+    """Torch for CUDA. Without a GPU the C++ engine stands in; and torch again where that has none
+    but its portable kernels, which are there to be right and not to be fast."""
+    spec, weights = _checkpoint(config, GPU, bar)
+    if config.device == "cpu" and (supported_isas()[-1], config.cpu_isa).count("portable") == 0:
+        from dualpace.cpu.model import CpuModel
+        from dualpace.cpu.standin import StandInExecutor
+
+        cores = _stand_in_cores(config)
+        model = CpuModel(spec, weights, dtype=config.dtype, cores=cores, isa=config.cpu_isa)
+        return StandInExecutor(model, config.gpu_pages or 0, arena, config.page_tokens, wake)
+    from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
+
+    return TorchExecutor(config, spec, weights, arena=arena, wake=wake)
+
+
+def _stand_in_cores(config: EngineConfig) -> tuple[int, ...]:
+    """The cores that the CPU engine leaves; all of them where it does not run."""
+    spare = tuple(core for core in allowed_cores() if core not in config.cpu_ids)
+    return (spare if config.host_pages and spare else config.cpu_ids)[: config.gpu_threads]
 
 
 def _build_cpu(

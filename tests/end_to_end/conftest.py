@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from dualpace.core.plan import Executor
 from dualpace.core.request import RequestState
 from dualpace.cpu.executor import CpuExecutor
 from dualpace.cpu.model import CpuModel
+from dualpace.cpu.standin import StandInExecutor
+from dualpace.cpu.threads import allowed_cores
 from dualpace.gpu.executor import TorchExecutor
 from dualpace.loop import EngineLoop
 from dualpace.models.registry import ModelSource, resolve
@@ -29,6 +31,8 @@ from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.sim.clock import VirtualClock
 from dualpace.sim.network import Network
+
+GpuKind = Literal["torch", "stand-in"]  # what the GPU engine runs on
 
 PAGE_TOKENS = 16
 STEPS = 64
@@ -48,7 +52,12 @@ class Engines:
     """The product's two engines over real weights; only processes and sockets are left out."""
 
     def __init__(
-        self, source: ModelSource, dtype: DType, gpu_pages: int = 600, host_pages: int = 600
+        self,
+        source: ModelSource,
+        dtype: DType,
+        gpu: GpuKind,
+        gpu_pages: int = 600,
+        host_pages: int = 600,
     ) -> None:
         spec = load_spec(source)
         page_bytes = spec.page_bytes(PAGE_TOKENS, 4 if dtype == "float32" else 2)
@@ -75,9 +84,13 @@ class Engines:
         arena = bytearray(host_pages * page_bytes)
         model = CpuModel(spec, iter_weights(source, spec, dtype), dtype=dtype, cores=(0,))
         self.cpu: Executor = CpuExecutor(model, arena, PAGE_TOKENS, lambda: None)
-        self.gpu: Executor = TorchExecutor(
-            self.config, spec, iter_weights(source, spec, dtype), arena=arena, wake=lambda: None
-        )
+        weights = iter_weights(source, spec, dtype)
+        self.gpu: Executor
+        if gpu == "stand-in":
+            standin = CpuModel(spec, weights, dtype=dtype, cores=allowed_cores()[-1:])
+            self.gpu = StandInExecutor(standin, gpu_pages, arena, PAGE_TOKENS, lambda: None)
+        else:
+            self.gpu = TorchExecutor(self.config, spec, weights, arena=arena, wake=lambda: None)
 
     def run(self, policy: Policy, states: list[RequestState], gpu_depth: int = 1) -> Run:
         """Serve `states`, all submitted at once, until each has finished.
@@ -143,14 +156,14 @@ def _record(run: Run, event: TokenEvent, engine: str) -> bool:
 MakeEngines = Callable[[ModelSource], Engines]
 
 
-@pytest.fixture(scope="session")
-def make_engines() -> Iterator[MakeEngines]:
+@pytest.fixture(scope="session", params=["torch", "stand-in"])
+def make_engines(request: pytest.FixtureRequest) -> Iterator[MakeEngines]:
     """Engines of a checkpoint in fp32, built once for all tests that ask for the same."""
     made: dict[ModelSource, Engines] = {}
 
     def make(source: ModelSource) -> Engines:
         if source not in made:
-            made[source] = Engines(source, "float32")
+            made[source] = Engines(source, "float32", request.param)
         return made[source]
 
     yield make

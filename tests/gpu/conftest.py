@@ -1,4 +1,5 @@
-"""A tiny random Llama, and an executor over it on the CPU stand-in and on a GPU if there is one."""
+"""A tiny random Llama, and the GPU engine's executors over it: torch's, and the one that stands in
+for it where there is no GPU, which keeps the same contract."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dualpace.core.config import EngineConfig
 from dualpace.core.model_spec import ModelSpec
+from dualpace.cpu.model import CpuModel
+from dualpace.cpu.standin import StandInExecutor
 from dualpace.gpu.executor import TorchExecutor
 from dualpace.models.registry import ModelSource
 from dualpace.models.spec import load_spec
@@ -90,17 +93,22 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(params=["cpu", "stand-in", pytest.param("cuda", marks=needs_cuda)])
 def executor(
-    device: str,
+    request: pytest.FixtureRequest,
     checkpoint: tuple[ModelSource, Any],
     spec: ModelSpec,
     config: EngineConfig,
     arena: bytearray,
-) -> Iterator[TorchExecutor]:
+) -> Iterator[TorchExecutor | StandInExecutor]:
     weights = iter_weights(checkpoint[0], spec, "float32")
-    config = msgspec.structs.replace(config, device=device)
-    executor = TorchExecutor(config, spec, weights, arena=arena, wake=lambda: None)
+    executor: TorchExecutor | StandInExecutor
+    if request.param == "stand-in":
+        model = CpuModel(spec, weights, dtype="float32", cores=config.cpu_ids)
+        executor = StandInExecutor(model, GPU_PAGES, arena, PAGE_TOKENS, lambda: None)
+    else:
+        config = msgspec.structs.replace(config, device=request.param)
+        executor = TorchExecutor(config, spec, weights, arena=arena, wake=lambda: None)
     yield executor
     executor.close()
 

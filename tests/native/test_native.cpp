@@ -450,7 +450,7 @@ void iterations_run(const KernelTable& kernels, DType dtype) {
         batch[i].num_pages = 1;
       }
       std::vector<float> logits(static_cast<size_t>(rows * c.vocab_size));
-      program.run(batch, arena.data(), rows, page_tokens, tokens.data(), logits.data());
+      program.run(batch, rows, arena.data(), rows, page_tokens, tokens.data(), logits.data());
       for (const float logit : logits) CHECK(std::isfinite(logit));
       all.insert(all.end(), tokens.begin(), tokens.end());
     }

@@ -64,7 +64,7 @@ class EngineFlags:
     )
     max_num_batched_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens in one GPU step. Default: 1024, 512 on the stand-in."),
+        typer.Option(help="Most tokens in one GPU step. Default: 1024, 256 on the stand-in."),
     ] = None
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of the GPU's memory to use.")

@@ -92,7 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     gpu_pages: int | None  # None: sized by the GPU engine from the memory that is left
     gpu_memory_utilization: float
-    gpu_threads: int  # torch threads of the stand-in device
+    gpu_threads: int  # of the stand-in for a GPU
     host_pages: int
     cpu_ids: tuple[int, ...]  # cores of the CPU engine's thread pool, in order of use
     cpu_isa: str

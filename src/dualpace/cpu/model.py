@@ -21,7 +21,7 @@ from dualpace.core.config import DType, format_size
 from dualpace.core.errors import ConfigError, HardwareError, ModelError
 from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.model_spec import ModelSpec
-from dualpace.core.plan import BatchRow
+from dualpace.core.plan import BatchRow, StepResult
 from dualpace.cpu import _native
 from dualpace.cpu.sampling import logprobs_buffer, ragged, read_logprobs, sampling_arrays
 
@@ -117,21 +117,50 @@ class CpuModel:
         """
         if any(len(row.tokens) != 1 for row in rows):
             raise ValueError("the CPU engine decodes exactly one token per row")
-        out = np.empty(len(rows), np.int32)
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32) if return_logits else None
-        logprobs = logprobs_buffer(rows, self.spec.vocab_size)
+        return self._run(rows, (), arena, page_tokens, logits)
+
+    def step(self, rows: Sequence[BatchRow], arena: _native.Memory, page_tokens: int) -> StepResult:
+        """Run rows of any number of tokens: decodes, and chunks of prompts. Releases the GIL.
+
+        Yields the token of each row that samples, None for the others. Arena and errors as in
+        `decode`.
+        """
+        places = [place for place, row in enumerate(rows) if row.sample]
+        done = self._run([rows[place] for place in places], rows, arena, page_tokens, None)
+        tokens: list[int | None] = [None] * len(rows)
+        for place, token in zip(places, done.token_ids.tolist(), strict=True):
+            tokens[place] = token
+        return StepResult(tokens, {places[i]: told for i, told in done.logprobs.items()})
+
+    def _run(
+        self,
+        sampled: Sequence[BatchRow],
+        chunks: Sequence[BatchRow],
+        arena: _native.Memory,
+        page_tokens: int,
+        logits: NDArray[np.float32] | None,
+    ) -> Decoded:
+        """The tokens after each of `sampled`; of `chunks` all is computed that no row samples."""
+        out = np.empty(len(sampled), np.int32)
+        logprobs = logprobs_buffer(sampled, self.spec.vocab_size)
+        tokens = [row.tokens[-1] for row in sampled]
+        positions = [row.end - 1 for row in sampled]
+        tables = [row.pages for row in sampled]
+        for row in chunks:
+            count = len(row.tokens) - row.sample
+            tokens += row.tokens[:count]
+            positions += range(row.start, row.start + count)
+            tables += [row.pages] * count
         try:
-            tokens = np.array([row.tokens[0] for row in rows], np.int32)
-            positions = np.array([row.start for row in rows], np.int64)
-            page_offsets, pages = ragged([row.pages for row in rows])
-            sampling = sampling_arrays(rows)
+            page_offsets, pages = ragged(tables)
+            self._native.decode(
+                arena, page_tokens, np.array(tokens, np.int32), np.array(positions, np.int64),
+                page_offsets, pages, sampling_arrays(sampled), out, logprobs, logits,
+            )  # fmt: skip
         except OverflowError as error:
             raise ValueError(f"a row's number is out of range: {error}") from None
-        self._native.decode(
-            arena, page_tokens, tokens, positions, page_offsets, pages, sampling, out, logprobs,
-            logits,
-        )  # fmt: skip
-        return Decoded(out, logits, read_logprobs(rows, logprobs))
+        return Decoded(out, logits, read_logprobs(sampled, logprobs))
 
     def _load(self, name: str, array: NDArray[Any]) -> None:
         match = _LAYER_NAME.fullmatch(name)
