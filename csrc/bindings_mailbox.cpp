@@ -118,6 +118,7 @@ NB_MODULE(_mailbox, m) {
                                       {microseconds(patience), microseconds(silence)});
            },
            "memory"_a, "layout"_a, "side"_a, "patience"_a, "silence"_a)
+      .def_prop_ro("layout", [](const SharedMailbox& m) { return m.box.layout(); })
       .def_prop_ro("generation", [](const SharedMailbox& m) { return m.box.generation(); })
       .def("area", [](nb::handle_t<SharedMailbox> self, int slot, const std::string& name) {
         Mailbox& box = nb::cast<SharedMailbox&>(self).box;
@@ -126,12 +127,13 @@ NB_MODULE(_mailbox, m) {
         return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(
             box.area<uint8_t>(slot, area), {box.layout().area_bytes(area)}, self);
       }, "slot"_a, "name"_a)
-      .def("interrupt", [](SharedMailbox& m) { m.box.interrupt(); })
+      .def("close", [](SharedMailbox& m) { m.box.close(); })
       .def("begin", [](SharedMailbox& m) {
         const nb::gil_scoped_release release;
         return std::string(describe(m.box.begin()));
       })
       .def("submit", [](SharedMailbox& m, int slot, uint64_t iteration, int rows, nb::bytes rules) {
+        check_slot(m.box.layout(), slot, 0, 1);
         m.box.submit(slot, iteration, rows, {rules.c_str(), rules.size()});
       }, "slot"_a, "iteration"_a, "rows"_a, "rules"_a)
       .def("ring", [](SharedMailbox& m) { m.box.ring(); })

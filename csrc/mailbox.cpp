@@ -68,11 +68,15 @@ Mailbox::Mailbox(char* base, const MailboxShape& shape, Side side, Patience pati
   pulse_ = std::thread([this] { live(); });
 }
 
-Mailbox::~Mailbox() {
+Mailbox::~Mailbox() { close(); }
+
+void Mailbox::close() {
   {
     const std::lock_guard<std::mutex> lock(closing_);
+    if (is_closed_) return;
     is_closed_ = true;
   }
+  interrupted_.store(true);
   closed_.notify_all();
   pulse_.join();
   word(MailboxLayout::presence(side_)).store(0);
@@ -161,6 +165,18 @@ Waited Mailbox::wait(size_t flag, uint32_t wanted, int slot, const Call* call) {
   }
 }
 
+void Mailbox::check_fits(size_t rows, size_t rules_bytes) const {
+  const size_t most = static_cast<size_t>(layout_.shape().max_rows);
+  if (rows < 1 || rows > most) {
+    throw std::invalid_argument("a slot of the mailbox takes 1 to " + std::to_string(most) +
+                                " rows, not " + std::to_string(rows));
+  }
+  if (rules_bytes > layout_.area_bytes(kRules)) {
+    throw std::invalid_argument("the rows' sampling rules do not fit the mailbox: " +
+                                std::to_string(rules_bytes) + " bytes");
+  }
+}
+
 // -- the CPU's side -------------------------------------------------------------------------------
 
 Waited Mailbox::begin() {
@@ -178,15 +194,7 @@ Waited Mailbox::begin() {
 }
 
 void Mailbox::submit(int slot, uint64_t iteration, int rows, std::span<const char> rules) {
-  if (slot < 0 || slot >= kSlots || rows < 1 || rows > layout_.shape().max_rows) {
-    throw std::invalid_argument("a slot of the mailbox takes 1 to " +
-                                std::to_string(layout_.shape().max_rows) + " rows, not " +
-                                std::to_string(rows));
-  }
-  if (rules.size() > layout_.area_bytes(kRules)) {
-    throw std::invalid_argument("the rows' sampling rules do not fit the mailbox: " +
-                                std::to_string(rules.size()) + " bytes");
-  }
+  check_fits(static_cast<size_t>(rows), rules.size());
   // Sleepers of a process that was killed are forgotten with the flags.
   for (size_t flag = 0; flag < layout_.flags_bytes(); flag += kFlagBytes) {
     word(layout_.go(slot, 0) + flag).store(0, std::memory_order_relaxed);

@@ -61,7 +61,7 @@ struct Descriptor {
 class Mailbox {
  public:
   // A view of `base`, MailboxLayout::bytes() of shared memory that is zero at first. Tells the other
-  // side that this one lives, from a thread of its own, until it is destroyed. The GPU side begins a
+  // side that this one lives, from a thread of its own, until it is closed. The GPU side begins a
   // new generation, in which nothing has been asked.
   Mailbox(char* base, const MailboxShape& shape, Side side, Patience patience = {});
   ~Mailbox();
@@ -78,8 +78,12 @@ class Mailbox {
     return word(MailboxLayout::generation()).load(std::memory_order_acquire);
   }
 
-  // Ends this side's waits, now and from now on, with kCancelled.
-  void interrupt() { interrupted_.store(true); }
+  // Ends this side's waits, now and from now on, with kCancelled, and tells the other side that this
+  // one is gone.
+  void close();
+
+  // Throws std::invalid_argument for rows or rules that do not fit a slot.
+  void check_fits(size_t rows, size_t rules_bytes) const;
 
   // -- the CPU's side -----------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class Mailbox {
   Waited begin();
 
   // Asks for an iteration of the `rows` that have been written into the slot's areas; after `begin`.
-  // Throws std::invalid_argument for rows or rules that do not fit.
+  // Throws what check_fits throws.
   void submit(int slot, uint64_t iteration, int rows, std::span<const char> rules);
 
   void ring();  // wakes the other side's doorbell; once after all submits
