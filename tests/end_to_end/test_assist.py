@@ -108,3 +108,39 @@ def test_sampling_rules_and_logprobs_are_those_of_the_local_route(
             assert got.rank == exact.rank
             assert got.logprob == pytest.approx(exact.logprob, abs=1e-3)
             assert got.top_logprobs == pytest.approx(exact.top_logprobs, abs=1e-3)
+
+
+class Failing:
+    """The service's mailbox, into which every so many layers a failure is thrown."""
+
+    def __init__(self, mailbox: Any, every: int) -> None:
+        self._mailbox, self._every, self._layers = mailbox, every, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mailbox, name)
+
+    def post_done(self, slot: int, layer: int) -> None:
+        self._layers += 1
+        if self._layers % self._every == 0:
+            raise RuntimeError("as the test wishes")
+        self._mailbox.post_done(slot, layer)
+
+
+@pytest.mark.parametrize("route", ["assist", "assist2"])
+def test_iterations_that_fail_midway_change_no_token(
+    tiny: Any, route: CpuRoute, engines_of: Callable[..., Any]
+) -> None:
+    params = DecodeParams(max_tokens=STEPS)
+    states = [
+        RequestState(f"r{i}", i, 0, list(prompt), [], params)
+        for i, prompt in enumerate(tiny.prompts)
+    ]
+    engines = engines_of(tiny)
+    service = engines.gpu._assist
+    whole = service._mailbox
+    service._mailbox = Failing(whole, 23)
+    try:
+        run = decode(engines, states, (route,))
+    finally:
+        service._mailbox = whole
+    assert list(run.tokens.values()) == tiny.answers

@@ -1,18 +1,26 @@
 // Both sides of a mailbox in one process and on one mapping, for the sanitizers: what one side
 // writes into an area before it raises a flag is whole for the other one after it. And how waits end
 // when the other side does not come to it. Built with -DDUALPACE_SANITIZE, see CMakeLists.txt.
+#include <sched.h>
+
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <memory>
-#include <string>
+#include <numeric>
 #include <thread>
 #include <vector>
 
+#include "assist_program.h"
+#include "attention.h"
 #include "check.h"
+#include "dispatch.h"
 #include "doorbell.h"
 #include "mailbox.h"
 #include "memory.h"
+#include "model.h"
+#include "thread_pool.h"
 
 using namespace dualpace;
 
@@ -143,11 +151,98 @@ void waits_end() {
   CHECK(pair.gpu->accept(0).rows == 1);
 }
 
+// -- the assisted iteration -----------------------------------------------------------------------
+
+// Serves one layer after the other, where each query, key and value is a number of its own, and
+// compares what is attended to: a row at position 0 sees its own value alone. Stops before `last`.
+void serve_numbers(Mailbox& gpu, int slot, int rows, int last) {
+  const int heads = kShape.num_heads, kv = kShape.num_kv_heads, dim = kShape.head_dim;
+  float* const qkv = gpu.area<float>(slot, kQkv);
+  const float* const attended = gpu.area<float>(slot, kAttended);
+  const auto number = [&](int layer, int row, int head) {
+    return static_cast<float>(1000 * layer + 100 * slot + 10 * row + head);
+  };
+  for (int layer = 0; layer <= kShape.num_layers; ++layer) {
+    if (layer == last) return gpu.fail(slot);
+    for (int row = 0; row < rows; ++row) {
+      for (int head = 0; head < heads + 2 * kv; ++head) {
+        for (int i = 0; i < dim; ++i) {
+          qkv[(row * (heads + 2 * kv) + head) * dim + i] = number(layer, row, head);
+        }
+      }
+      gpu.area<int32_t>(slot, kSampled)[row] = gpu.area<int32_t>(slot, kTokens)[row] + 1;
+    }
+    gpu.post_done(slot, layer);
+    if (layer == kShape.num_layers) break;
+    if (gpu.wait_go(slot, layer) != Waited::kReady) return gpu.fail(slot);
+    for (int row = 0; row < rows; ++row) {
+      for (int head = 0; head < heads; ++head) {
+        const float value = number(layer, row, heads + kv + head / (heads / kv));
+        CHECK(attended[(row * heads + head) * dim + dim - 1] == value);
+      }
+    }
+  }
+  gpu.finish(slot);
+}
+
+void assisted_iterations_attend_to_what_was_computed() {
+  ModelConfig c;
+  c.vocab_size = 50;
+  c.num_layers = kShape.num_layers;
+  c.num_heads = kShape.num_heads;
+  c.num_kv_heads = kShape.num_kv_heads;
+  c.head_dim = kShape.head_dim;
+  const int page_tokens = 16, pages = 2 * kShape.max_rows;
+  const CacheShape cache{c.num_layers, c.num_kv_heads, page_tokens, c.head_dim, c.dtype};
+  std::vector<char> arena(static_cast<size_t>(pages) * cache.page_bytes());
+  std::vector<int32_t> ids(static_cast<size_t>(pages));
+  std::iota(ids.begin(), ids.end(), 0);
+  Pair pair;
+  const std::vector<int> cpus(3, sched_getcpu());
+  ThreadPool pool(cpus);
+  AssistProgram program(c, pool, *select_kernels("auto"));
+  std::atomic<int> last{-1};
+  std::array<std::thread, kSlots> servers;
+  {
+    const Doorbell doorbell(*pair.gpu, [&](int slot, const Descriptor& asked) {
+      std::thread& server = servers[static_cast<size_t>(slot)];
+      if (server.joinable()) server.join();
+      const int rows = static_cast<int>(asked.rows), until = last;
+      server = std::thread([&pair, slot, rows, until] {
+        serve_numbers(*pair.gpu, slot, rows, until);
+      });
+    });
+    for (int iteration = 0; iteration < 24; ++iteration) {
+      // Now and then the other side stops at a layer; what comes after that is whole again.
+      last = iteration % 4 == 3 ? iteration / 4 % (c.num_layers + 1) : -1;
+      std::vector<MicroBatch> batches(static_cast<size_t>(1 + iteration % kSlots));
+      int32_t page = 0;
+      for (MicroBatch& batch : batches) {
+        for (int row = 0; row < 1 + iteration % kShape.max_rows; ++row) {
+          batch.rows.push_back({page, 0, &ids[static_cast<size_t>(page)], 1, SamplingRow()});
+          ++page;
+        }
+      }
+      std::vector<int32_t> tokens(static_cast<size_t>(page));
+      const Waited outcome = program.run(batches, static_cast<uint64_t>(iteration), pair.cpu,
+                                         arena.data(), pages, page_tokens, tokens.data());
+      CHECK((outcome == Waited::kReady) == (last < 0));
+      for (int32_t i = 0; outcome == Waited::kReady && i < page; ++i) {
+        CHECK(tokens[static_cast<size_t>(i)] == i + 1);
+      }
+    }
+  }
+  for (std::thread& server : servers) {
+    if (server.joinable()) server.join();
+  }
+}
+
 }  // namespace
 
 int main() {
   areas_do_not_overlap();
   iterations_hand_everything_over();
   waits_end();
+  assisted_iterations_attend_to_what_was_computed();
   std::printf("all passed\n");
 }
