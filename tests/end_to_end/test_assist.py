@@ -15,7 +15,7 @@ from dualpace.core.sampling import DecodeParams
 from dualpace.policy.chunks import prefill_budget, prefill_chunks
 from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView
 
-STEPS = 64
+STEPS = 24
 ROUTES: dict[str, tuple[CpuRoute, ...]] = {
     "one slot": ("assist",),
     "two slots": ("assist2",),
@@ -75,7 +75,7 @@ def test_greedy_tokens_equal_transformers(
         for i, prompt in enumerate(checkpoint.prompts)
     ]
     run = decode(engines_of(checkpoint), states, routes)
-    assert list(run.tokens.values()) == checkpoint.answers
+    assert list(run.tokens.values()) == [answer[:STEPS] for answer in checkpoint.answers]
     assert {tuple(made) for made in run.engines.values()} == {("gpu", *["cpu"] * (STEPS - 1))}
 
 
@@ -143,4 +143,4 @@ def test_iterations_that_fail_midway_change_no_token(
         run = decode(engines, states, (route,))
     finally:
         service._mailbox = whole
-    assert list(run.tokens.values()) == tiny.answers
+    assert list(run.tokens.values()) == [answer[:STEPS] for answer in tiny.answers]
