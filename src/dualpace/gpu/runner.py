@@ -28,7 +28,7 @@ from dualpace.gpu.registration import PIECE_BYTES, Registration
 from dualpace.gpu.step_input import StepInput, flatten
 from dualpace.gpu.step_model import StepModel
 from dualpace.gpu.torch_model import TorchModel
-from dualpace.gpu.transit import Transit
+from dualpace.gpu.transit import Placement, Transit
 from dualpace.models.tensors import Weight
 from dualpace.models.torch_weights import load_weights
 
@@ -128,12 +128,15 @@ class ModelRunner:
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step; its tokens are there when the device comes to its end."""
-        asked = batch
-        if self._transit is not None:
-            batch = self._transit.place(asked)
-        if self._copies is not None and any(row.tier == "host" for row in batch.rows):
+        placement = Placement(batch, {}) if self._transit is None else self._transit.place(batch)
+        if self._copies is not None and any(row.tier == "host" for row in placement.batch.rows):
             self._copies.finish_stores()  # the torch twin reads the host's pages by itself
-        step = flatten(batch, self._config.page_tokens, self._rows)
+        far = {
+            row.request_id: row.pages[: placement.bases[row.request_id] // self._config.page_tokens]
+            for row in batch.rows
+            if row.request_id in placement.bases
+        }
+        step = flatten(placement.batch, self._config.page_tokens, self._rows, far)
         self._rows = {}
         previous = previous_tokens(step, self._sampled)
         if not step.rows:
@@ -149,7 +152,7 @@ class ModelRunner:
         self._rows = {row.request_id: index for index, row in enumerate(step.rows) if row.sample}
         launched = self._to_host(step, logprobs)
         if self._transit is not None:
-            self._transit.depart(asked, batch)
+            self._transit.depart(batch, placement)
         return launched
 
     def copy(self, job: CopyJob) -> torch.cuda.Event | None:
@@ -195,8 +198,8 @@ class ModelRunner:
                     self._copies, first, self._transit_pages, self._config.page_tokens
                 )
         self._model: StepModel
-        if self._fast:
-            self._model = FlashInferModel(self._weights, self._spec, self._pools)
+        if self._fast and self._copies is not None:
+            self._model = FlashInferModel(self._weights, self._spec, self._pools, self._copies)
         else:
             self._model = TorchModel(self._weights, self._spec, self._pools)
 
