@@ -1,5 +1,5 @@
-"""Prompts for the host in their pages on the GPU: each is stored before its place is used again, and
-whoever finds no room stays on the host."""
+"""Prompts for the host in their pages on the GPU: each is stored before its place is used again,
+and whoever finds no room stays on the host."""
 
 from __future__ import annotations
 
