@@ -340,8 +340,8 @@ def host(part: BatchRow, pages: list[int]) -> BatchRow:
 def test_a_prompt_for_the_host_is_computed_as_one_with_a_seat_and_lands_whole(
     model: Any, config: EngineConfig, budget: int
 ) -> None:
-    """With the small budget its first chunks leave the GPU before the last one is computed, and come
-    back from the host a layer at a time: as near as bfloat16 is, but not the same bit by bit."""
+    """With the small budget its first chunks leave the GPU before the last one is computed, and
+    come back from the host a layer at a time: as near as bfloat16 is, not the same bit by bit."""
     served = Served(model, msgspec.structs.replace(config, max_num_batched_tokens=budget))
     length, chunk = 300, 64
     ids = prompt(length, 3)
