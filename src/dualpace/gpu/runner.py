@@ -19,6 +19,7 @@ from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob, StepResult
 from dualpace.gpu.decode_graphs import DecodeGraphs
 from dualpace.gpu.draw import PackedLogprobs, draw_plain, draw_special, previous_tokens
+from dualpace.gpu.flashinfer_attention import flashinfer
 from dualpace.gpu.flashinfer_model import FlashInferModel, fits
 from dualpace.gpu.kv_pools import KVPools, arena_pool, new_pool
 from dualpace.gpu.layer_graphs import LayerGraphs
@@ -82,7 +83,10 @@ class ModelRunner:
         self._device = torch.device(config.device)
         self._dtype = DTYPES[config.dtype]
         self._fast = self._device.type == "cuda" and fits(spec, self._dtype)
-        if self._device.type == "cuda" and not self._fast:
+        if self._fast:
+            flashinfer()  # before the weights, should it be missing
+            logger.info("FlashInfer compiles its kernels at the first start, within minutes")
+        elif self._device.type == "cuda":
             logger.warning(
                 "FlashInfer has no kernels for %s with head size %d: the GPU runs plain torch",
                 config.dtype, spec.head_dim,
