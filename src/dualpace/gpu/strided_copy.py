@@ -6,11 +6,11 @@ torch copies such a thing row by row or through a buffer; the driver does it at 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 
 import torch
 
 from dualpace.core.errors import EngineError
+from dualpace.gpu.device import cuda_driver
 
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 
@@ -53,11 +53,6 @@ def copy_rows_to_device(
         width=width, height=rows,
     )  # fmt: skip
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    error = _driver().cuMemcpy2DAsync_v2(ctypes.byref(job), stream)
+    error = cuda_driver().cuMemcpy2DAsync_v2(ctypes.byref(job), stream)
     if error:
         raise EngineError(f"the driver refused a copy of {rows} rows of {width} bytes: {error}")
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
