@@ -1,4 +1,4 @@
-"""CUDA's driver library: for what torch has no call for, and questions that cost no torch import."""
+"""CUDA's driver library: what torch has no call for, and questions that cost no torch import."""
 
 from __future__ import annotations
 
