@@ -28,9 +28,9 @@ def rotate_and_append(
     """Rotate queries and keys and write keys and values into their pages.
 
     qkv: bfloat16 [N, (heads + 2·kv_heads)·D], its queries and keys are rotated in place, too;
-    rotary: cos and sin, float32 [N, D/2]; norms: weights [D] of the norms of queries and keys, if the
-    model has them; pages: int32 [N], -1 to write nothing; offsets: int32 [N], place in the page;
-    pool: [pages, 2, kv_heads, page_tokens, D] of one layer; query: [N, heads, D], is filled.
+    rotary: cos and sin, float32 [N, D/2]; norms: weights [D] of the norms of queries and keys, if
+    the model has them; pages: int32 [N], -1 to write nothing; offsets: int32 [N], place in the
+    page; pool: [pages, 2, kv_heads, page_tokens, D] of one layer; query: [N, heads, D], is filled.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = pool.shape[2]
