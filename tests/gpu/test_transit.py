@@ -90,7 +90,7 @@ def test_every_position_reaches_its_host_page(seed: int) -> None:
                 pages, base = row.pages, 0
             else:
                 here = copies.on_gpu
-                pages, base = placed.pages, placement.bases.get(row.request_id, 0)
+                pages, base = placed.pages, PAGE_TOKENS * len(placement.far.get(row.request_id, ()))
                 assert all(100 <= page < 100 + size for page in pages)
                 assert base % PAGE_TOKENS == 0
             for position in range(base, row.start):

@@ -135,12 +135,7 @@ class ModelRunner:
         placement = Placement(batch, {}) if self._transit is None else self._transit.place(batch)
         if self._copies is not None and any(row.tier == "host" for row in placement.batch.rows):
             self._copies.finish_stores()  # the torch twin reads the host's pages by itself
-        far = {
-            row.request_id: row.pages[: placement.bases[row.request_id] // self._config.page_tokens]
-            for row in batch.rows
-            if row.request_id in placement.bases
-        }
-        step = flatten(placement.batch, self._config.page_tokens, self._rows, far)
+        step = flatten(placement.batch, self._config.page_tokens, self._rows, placement.far)
         self._rows = {}
         previous = previous_tokens(step, self._sampled)
         if not step.rows:

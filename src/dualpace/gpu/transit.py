@@ -33,11 +33,11 @@ class _Passage:
 class Placement(NamedTuple):
     """A batch with rows for the host in pages of the region, as if they had seats.
 
-    bases: of the requests whose pages there do not begin at position 0, where they begin.
+    far: of the requests whose pages there do not begin at position 0, the host's that come before.
     """
 
     batch: Batch
-    bases: dict[str, int]
+    far: dict[str, list[int]]
 
 
 class Transit:
@@ -54,17 +54,17 @@ class Transit:
     def place(self, batch: Batch) -> Placement:
         """A row that finds no room stays as it is."""
         rows = []
-        bases = {}
+        far = {}
         kept: set[str] = set()
         for row in batch.rows:
             passage = self._enter(row, kept) if row.tier == "host" else None
             if passage is not None:
                 kept.add(row.request_id)
                 if passage.base:
-                    bases[row.request_id] = passage.base
+                    far[row.request_id] = row.pages[: passage.base // self._page_tokens]
                 row = msgspec.structs.replace(row, tier="gpu", pages=list(passage.pages))
             rows.append(row)
-        return Placement(Batch(batch.number, tuple(rows)), bases)
+        return Placement(Batch(batch.number, tuple(rows)), far)
 
     def depart(self, asked: Batch, placement: Placement) -> None:
         """The step has been launched: store what it computes once it has ended."""
@@ -78,7 +78,7 @@ class Transit:
         ended = self._copies.mark()
         for row, pages in moved:
             first, last = row.start // self._page_tokens, pages_for(row.end, self._page_tokens)
-            skipped = placement.bases.get(row.request_id, 0) // self._page_tokens
+            skipped = len(placement.far.get(row.request_id, ()))
             stored = self._copies.store(
                 pages[first - skipped : last - skipped], row.pages[first:last], ended
             )
