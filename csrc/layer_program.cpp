@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <stdexcept>
-#include <string>
 
 namespace dualpace {
 namespace {
@@ -28,25 +26,6 @@ void LayerProgram::Rows::resize(int count, size_t row_stride, DType element) {
   dtype = element;
   const size_t bytes = static_cast<size_t>(count) * row_stride * element_bytes(element);
   values.assign((bytes + sizeof(float) - 1) / sizeof(float), 0.0f);
-}
-
-void LayerProgram::check(const std::vector<DecodeRow>& rows, int64_t num_pages,
-                         int page_tokens) const {
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const DecodeRow& row = rows[i];
-    const auto refuse = [i](const std::string& what, int64_t value) {
-      throw std::invalid_argument("row " + std::to_string(i) + ": " + what + " " +
-                                  std::to_string(value) + " is out of range");
-    };
-    const int vocab = model_.config().vocab_size;
-    if (row.token < 0 || row.token >= vocab) refuse("token id", row.token);
-    if (row.position < 0 || row.position / page_tokens >= row.num_pages) {
-      refuse("position", row.position);
-    }
-    for (int64_t p = 0; p <= row.position / page_tokens; ++p) {
-      if (row.pages[p] < 0 || row.pages[p] >= num_pages) refuse("page id", row.pages[p]);
-    }
-  }
 }
 
 void LayerProgram::reserve(int num_rows, int sampled) {
@@ -82,7 +61,7 @@ void LayerProgram::run(const std::vector<DecodeRow>& rows, int sampled, char* ar
                        int64_t num_pages, int page_tokens, int32_t* next_tokens, float* logits) {
   if (rows.empty()) return;
   const std::lock_guard<std::mutex> lock(turn_);
-  check(rows, num_pages, page_tokens);
+  check_rows(rows, model_.config().vocab_size, num_pages, page_tokens);
   reserve(static_cast<int>(rows.size()), sampled);
   const ModelConfig& c = model_.config();
   cache_ = {c.num_layers, c.num_kv_heads, page_tokens, c.head_dim, c.dtype};

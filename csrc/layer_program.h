@@ -9,20 +9,13 @@
 #include <vector>
 
 #include "attention.h"
+#include "decode_row.h"
 #include "memory.h"
 #include "model.h"
 #include "sampler.h"
 #include "thread_pool.h"
 
 namespace dualpace {
-
-struct DecodeRow {
-  int32_t token = 0;
-  int64_t position = 0;  // of the token; its K and V are written there
-  const int32_t* pages = nullptr;
-  int64_t num_pages = 0;
-  SamplingRow sampling;  // sampling.position is position + 1; of no use where none is sampled
-};
 
 class LayerProgram {
  public:
@@ -39,7 +32,6 @@ class LayerProgram {
            int page_tokens, int32_t* next_tokens, float* logits);
 
  private:
-  void check(const std::vector<DecodeRow>& rows, int64_t num_pages, int page_tokens) const;
   void reserve(int num_rows, int sampled);
   void iterate(const std::vector<DecodeRow>& rows, int sampled, char* arena, int32_t* next_tokens,
                float* logits, int thread);

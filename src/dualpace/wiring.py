@@ -16,11 +16,19 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from dualpace.assist.mailbox import (
+    Layout,
+    Mailbox,
+    create_mailbox,
+    mailbox_layout,
+    open_mailbox,
+)
 from dualpace.core.config import (
+    CpuRoute,
     Device,
     DType,
     EngineConfig,
@@ -70,6 +78,7 @@ class EngineJob(msgspec.Struct, frozen=True):
     launch: Launch
     config: EngineConfig
     arena_fd: int | None
+    mailbox_fd: int | None
     log_level: int
 
 
@@ -101,7 +110,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
             if options.host_kv_size == "auto"
             else parse_size(options.host_kv_size, "host-kv-size")
         )
-        copies = 2 if device == "cpu" else 1
+        copies = (device == "cpu") + (options.host_weights == "auto")
         most = pages_per_sequence * options.max_num_seqs
         pages = host_pages("host-kv-size", asked, page_bytes, copies * weight_bytes, most)
     cores = choose_cores(options.cpu_cores)
@@ -138,6 +147,8 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         host_pages=pages,
         cpu_ids=cores,
         cpu_isa=options.cpu_isa,
+        cpu_route=_route(options, device) if pages else "local",
+        host_weights=options.host_weights == "auto",
         seed=options.seed,
     )
     logger.info(
@@ -147,6 +158,16 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         ", ".join(map(str, cores)),
     )  # fmt: skip
     return config, spec
+
+
+def _route(options: EngineOptions, device: Device) -> CpuRoute:
+    """Local is the default while nobody has measured what assisted iterations cost the GPU."""
+    route = options.cpu_route
+    if route == "auto":
+        route = "local" if options.host_weights == "auto" else "assist"
+    if route != "local" and device == "cuda":
+        raise HardwareError(f"--cpu-route {route}: the GPU engine does not assist on CUDA")
+    return route
 
 
 def _device(options: EngineOptions) -> Device:
@@ -171,7 +192,7 @@ class Server:
     frontend: Frontend
     supervisor: Supervisor
     _inbox: asyncio.Task[None]
-    _arena_fd: int | None
+    _descriptors: tuple[int, ...]
 
     @classmethod
     async def start(cls, options: EngineOptions) -> Server:
@@ -183,7 +204,11 @@ class Server:
         config, spec = resolve(options)
         arena_bytes = config.host_pages * config.page_bytes
         arena_fd = create_arena(arena_bytes) if arena_bytes else None
-        supervisor = _supervisor(config, arena_fd)
+        mailbox_fd = None
+        if config.cpu_route != "local":
+            mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
+        descriptors = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
+        supervisor = _supervisor(config, arena_fd, mailbox_fd)
         starting = asyncio.ensure_future(supervisor.start())
         inbox: asyncio.Task[None] | None = None
         try:
@@ -196,29 +221,29 @@ class Server:
             inbox = asyncio.ensure_future(_dispatch(supervisor, frontend))
             await starting
         except BaseException:
-            await _stop(starting, inbox, supervisor, arena_fd)
+            await _stop(starting, inbox, supervisor, descriptors)
             raise
-        return cls(config, spec, frontend, supervisor, inbox, arena_fd)
+        return cls(config, spec, frontend, supervisor, inbox, descriptors)
 
     async def close(self) -> None:
         """End every stream, stop the engines, give memory back."""
         self.frontend.fail_all("the server is shutting down")
-        await _stop(None, self._inbox, self.supervisor, self._arena_fd)
+        await _stop(None, self._inbox, self.supervisor, self._descriptors)
 
 
 async def _stop(
     starting: asyncio.Task[None] | None,
     inbox: asyncio.Task[None] | None,
     supervisor: Supervisor,
-    arena_fd: int | None,
+    descriptors: tuple[int, ...],
 ) -> None:
     for task in (starting, inbox):
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
     await supervisor.close()
-    if arena_fd is not None:
-        os.close(arena_fd)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _load_tokenizer(options: EngineOptions) -> Any:
@@ -231,12 +256,17 @@ def _load_tokenizer(options: EngineOptions) -> Any:
     return load_tokenizer(resolve_source(options.model))
 
 
-def _supervisor(config: EngineConfig, arena_fd: int | None) -> Supervisor:
+def _mailbox_layout(config: EngineConfig, spec: ModelSpec) -> Layout:
+    return mailbox_layout(spec, config.dtype, config.max_num_seqs, config.max_model_len)
+
+
+def _supervisor(config: EngineConfig, arena_fd: int | None, mailbox_fd: int | None) -> Supervisor:
     def command(launch: Launch) -> list[str]:
-        job = EngineJob(launch, config, arena_fd, logging.getLogger().getEffectiveLevel())
+        level = logging.getLogger().getEffectiveLevel()
+        job = EngineJob(launch, config, arena_fd, mailbox_fd, level)
         return [sys.executable, "-m", "dualpace.cli.engine", msgspec.json.encode(job).decode()]
 
-    pass_fds = () if arena_fd is None else (arena_fd,)
+    pass_fds = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
     return Supervisor(command, pass_fds, config.host_pages)
 
 
@@ -276,7 +306,7 @@ def run_engine(job_text: str) -> None:
         build = _build_gpu if launch.name == GPU else _build_cpu
         # A second engine that loads at the same time would draw over this one's bar.
         bar = sys.stderr.isatty() and job.arena_fd is None
-        scheduler, executor, ready = build(config, arena, port.wake, bar=bar)
+        scheduler, executor, ready = build(config, arena, port.wake, job.mailbox_fd, bar=bar)
         if launch.name == CPU:
             port.connect(GPU, launch.gpu_address)
         port.send(FRONTEND, ready)
@@ -294,9 +324,14 @@ def run_engine(job_text: str) -> None:
 
 
 def _build_gpu(
-    config: EngineConfig, arena: Any, wake: Callable[[], None], *, bar: bool = False
+    config: EngineConfig,
+    arena: Any,
+    wake: Callable[[], None],
+    mailbox_fd: int | None = None,
+    *,
+    bar: bool = False,
 ) -> tuple[Scheduler, Executor, EngineReady]:
-    executor = _gpu_executor(config, arena, wake, bar)
+    executor = _gpu_executor(config, arena, wake, mailbox_fd, bar)
     policy = make_policy(config.policy, config.max_num_seqs)
     scheduler = GpuScheduler(
         policy,
@@ -312,12 +347,18 @@ def _build_gpu(
 
 
 def _gpu_executor(
-    config: EngineConfig, arena: Any, wake: Callable[[], None], bar: bool
+    config: EngineConfig,
+    arena: Any,
+    wake: Callable[[], None],
+    mailbox_fd: int | None,
+    bar: bool,
 ) -> TorchExecutor | StandInExecutor:
     """Torch for CUDA. Without a GPU the C++ engine stands in; and torch again where that has none
-    but its portable kernels, which are there to be right and not to be fast."""
+    but its portable kernels, which are there to be right and not to be fast, and where the CPU
+    engine is to be assisted."""
     spec, weights = _checkpoint(config, GPU, bar)
-    if config.device == "cpu" and (supported_isas()[-1], config.cpu_isa).count("portable") == 0:
+    fast = "portable" not in (supported_isas()[-1], config.cpu_isa)
+    if config.device == "cpu" and fast and mailbox_fd is None:
         from dualpace.cpu.model import CpuModel
         from dualpace.cpu.standin import StandInExecutor
 
@@ -326,7 +367,8 @@ def _gpu_executor(
         return StandInExecutor(model, config.gpu_pages or 0, arena, config.page_tokens, wake)
     from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
 
-    return TorchExecutor(config, spec, weights, arena=arena, wake=wake)
+    mailbox = _open_mailbox(config, spec, mailbox_fd, "gpu")
+    return TorchExecutor(config, spec, weights, arena=arena, wake=wake, mailbox=mailbox)
 
 
 def _stand_in_cores(config: EngineConfig) -> tuple[int, ...]:
@@ -336,14 +378,28 @@ def _stand_in_cores(config: EngineConfig) -> tuple[int, ...]:
 
 
 def _build_cpu(
-    config: EngineConfig, arena: Any, wake: Callable[[], None], *, bar: bool = False
+    config: EngineConfig,
+    arena: Any,
+    wake: Callable[[], None],
+    mailbox_fd: int | None = None,
+    *,
+    bar: bool = False,
 ) -> tuple[Scheduler, Executor, EngineReady]:
     from dualpace.cpu.executor import CpuExecutor
     from dualpace.cpu.model import CpuModel
 
     spec, weights = _checkpoint(config, CPU, bar)
-    model = CpuModel(spec, weights, dtype=config.dtype, cores=config.cpu_ids, isa=config.cpu_isa)
-    executor = CpuExecutor(model, arena, config.page_tokens, wake)
+    model = CpuModel(
+        spec,
+        weights if config.host_weights else None,
+        dtype=config.dtype,
+        cores=config.cpu_ids,
+        isa=config.cpu_isa,
+        mailbox=_open_mailbox(config, spec, mailbox_fd, "cpu"),
+    )
+    executor = CpuExecutor(
+        model, arena, config.page_tokens, wake, route=lambda batch: config.cpu_route
+    )
     policy = make_policy(config.policy, config.max_num_seqs)
     scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     tokens = config.host_pages * config.page_tokens
@@ -351,11 +407,20 @@ def _build_cpu(
     return scheduler, executor, ready
 
 
+def _open_mailbox(
+    config: EngineConfig, spec: ModelSpec, descriptor: int | None, side: Literal["cpu", "gpu"]
+) -> Mailbox | None:
+    if descriptor is None:
+        return None
+    return open_mailbox(descriptor, _mailbox_layout(config, spec), side)
+
+
 def profile_executors(config: EngineConfig) -> Generator[tuple[str, Executor, int], None]:
     """Each engine's executor in turn, in this process, with the number of pages in its pool.
 
     One is closed before the next is built. Close the generator to end early.
     """
+    config = msgspec.structs.replace(config, cpu_route="local", host_weights=True)
     arena_bytes = config.host_pages * config.page_bytes
     arena_fd = create_arena(arena_bytes)
     arena = map_arena(arena_fd, arena_bytes) if arena_bytes else None

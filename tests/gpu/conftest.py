@@ -72,6 +72,8 @@ def config(spec: ModelSpec) -> EngineConfig:
         host_pages=HOST_PAGES,
         cpu_ids=(0,),
         cpu_isa="auto",
+        cpu_route="local",
+        host_weights=True,
         seed=0,
     )
 

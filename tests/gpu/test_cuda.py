@@ -66,6 +66,7 @@ def config(model: Any) -> EngineConfig:
         max_model_len=512, max_num_seqs=24, max_num_batched_tokens=2048, steps_in_flight=2,
         page_tokens=PAGE_TOKENS, page_bytes=spec.page_bytes(PAGE_TOKENS, 2), gpu_pages=120,
         gpu_memory_utilization=0.5, gpu_threads=1, host_pages=0, cpu_ids=(0,), cpu_isa="auto",
+        cpu_route="local", host_weights=True,
         seed=0,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "check.h"
 #include "dispatch.h"
 #include "layer_program.h"
 #include "linear.h"
@@ -30,14 +31,6 @@
 using namespace dualpace;
 
 namespace {
-
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      std::fprintf(stderr, "%s:%d: %s is false\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                 \
-    }                                                                               \
-  } while (false)
 
 std::mt19937 generator(1);
 

@@ -75,6 +75,16 @@ class EngineFlags:
     cpu_isa: Annotated[
         str, typer.Option(help=f"Instruction set of the CPU engine: {', '.join(ISAS)}.")
     ] = DEFAULTS["cpu_isa"]
+    cpu_route: Annotated[
+        str,
+        typer.Option(
+            help="Who computes the dense part of the CPU engine's iterations: local, assist (the "
+            "GPU engine), assist2 (in two micro-batches) or auto."
+        ),
+    ] = DEFAULTS["cpu_route"]
+    host_weights: Annotated[
+        str, typer.Option(help="auto, or none: the host has KV only, and the GPU engine assists.")
+    ] = DEFAULTS["host_weights"]
     policy: Annotated[str, typer.Option(help="dualpace or gpu-only.")] = DEFAULTS["policy"]
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = DEFAULTS["device"]
     page_tokens: Annotated[int, typer.Option(help="Tokens in a KV page: 16, 32 or 64.")] = DEFAULTS[

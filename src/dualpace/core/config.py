@@ -15,6 +15,9 @@ from dualpace.core.errors import ConfigError
 
 Device = Literal["cuda", "cpu"]
 DType = Literal["bfloat16", "float32"]
+# Who computes the dense part of the CPU engine's iterations: itself, or the GPU engine in one
+# micro-batch or in two.
+CpuRoute = Literal["local", "assist", "assist2"]
 PolicyName = Literal["dualpace", "gpu-only"]
 POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")
 ISAS: tuple[str, ...] = ("auto", "portable", "avx2", "avx512", "avx512_bf16")
@@ -22,6 +25,8 @@ DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 PAGE_TOKENS = (16, 32, 64)
+CPU_ROUTES = ("auto", "local", "assist", "assist2")
+HOST_WEIGHTS = ("auto", "none")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +46,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_size: str = "auto"
     cpu_cores: int | None = None
     cpu_isa: str = "auto"
+    cpu_route: Literal["auto", "local", "assist", "assist2"] = "auto"
+    host_weights: Literal["auto", "none"] = "auto"
     policy: PolicyName = "dualpace"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     page_tokens: int = 32
@@ -54,6 +61,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("load-format", self.load_format, LOAD_FORMATS),
             ("device", self.device, DEVICES),
             ("cpu-isa", self.cpu_isa, ISAS),
+            ("cpu-route", self.cpu_route, CPU_ROUTES),
+            ("host-weights", self.host_weights, HOST_WEIGHTS),
             ("page-tokens", self.page_tokens, PAGE_TOKENS),
         ):
             if value not in choices:
@@ -72,6 +81,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        if self.host_weights == "none" and self.cpu_route == "local":
+            raise ConfigError("--cpu-route local needs weights on the host: --host-weights auto")
         if self.host_kv_size != "auto":
             parse_size(self.host_kv_size, "host-kv-size")
 
@@ -96,6 +107,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_pages: int
     cpu_ids: tuple[int, ...]  # cores of the CPU engine's thread pool, in order of use
     cpu_isa: str
+    cpu_route: CpuRoute
+    host_weights: bool  # does the CPU engine have weights? Without them it needs the GPU engine's
     seed: int
 
 

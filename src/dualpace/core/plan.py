@@ -45,6 +45,20 @@ class BatchRow(msgspec.Struct, frozen=True):
         """First position after this step; also the position of the token it samples."""
         return self.start + len(self.tokens)
 
+    @property
+    def is_special(self) -> bool:
+        """True for a row whose draw takes more than temperature and noise."""
+        params = self.params
+        return bool(
+            self.banned_ids
+            or params.top_k > 0
+            or params.top_p < 1.0
+            or params.min_p > 0.0
+            or params.logit_bias
+            or params.penalizes
+            or params.logprobs is not None
+        )
+
 
 class Batch(msgspec.Struct, frozen=True):
     """One step of one engine. `number` counts the engine's steps from 1."""

@@ -91,7 +91,7 @@ class ModelRunner:
                 "FlashInfer has no kernels for %s with head size %d: the GPU runs plain torch",
                 config.dtype, spec.head_dim,
             )  # fmt: skip
-        self._weights = load_weights(weights, spec, self._device, self._dtype)
+        self.weights = load_weights(weights, spec, self._device, self._dtype)
         # Tokens by row of the step launched last, and whose rows they are.
         rows = config.max_num_seqs + config.max_num_batched_tokens
         self._sampled = torch.zeros(rows, dtype=torch.int64, device=self._device)
@@ -198,9 +198,9 @@ class ModelRunner:
                 )
         self._model: StepModel
         if self._fast and self._copies is not None:
-            self._model = FlashInferModel(self._weights, self._spec, self._pools, self._copies)
+            self._model = FlashInferModel(self.weights, self._spec, self._pools, self._copies)
         else:
-            self._model = TorchModel(self._weights, self._spec, self._pools)
+            self._model = TorchModel(self.weights, self._spec, self._pools)
 
     def _capture(self) -> DecodeGraphs | None:
         if not isinstance(self._model, FlashInferModel):

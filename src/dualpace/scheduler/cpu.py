@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dualpace.core.errors import AssistError
 from dualpace.core.history import TokenHistory
 from dualpace.core.messages import (
     FRONTEND,
@@ -37,6 +38,7 @@ from dualpace.policy.view import CpuView, Policy, RowView
 from dualpace.scheduler.base import SchedulerBase
 
 logger = logging.getLogger(__name__)
+ASSIST_RETRIES = 3  # iterations in a row that the GPU engine may let down before rows fail
 REPORTED_LENGTHS = 16  # rows whose length each HostReport names
 
 
@@ -77,6 +79,7 @@ class CpuScheduler(SchedulerBase):
         self.grants: dict[str, Claim] = {}
         self.loads: dict[str, Claim] = {}
         self._reported: tuple[int, int, int] | None = None
+        self._failed_assists = 0  # in a row
 
     # -- drain -----------------------------------------------------------------------------------
 
@@ -233,6 +236,7 @@ class CpuScheduler(SchedulerBase):
     # -- commit ----------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, result: StepResult) -> None:
+        self._failed_assists = 0
         self.step_ended(batch.number)
         for index, (part, token) in enumerate(zip(batch.rows, result.tokens, strict=True)):
             row = self.rows.get(part.request_id)
@@ -249,6 +253,13 @@ class CpuScheduler(SchedulerBase):
     def fail(self, batch: Batch, error: Exception) -> None:
         logger.error("iteration %d failed: %s", batch.number, error, exc_info=error)
         self.step_ended(batch.number)
+        self._failed_assists += 1
+        if isinstance(error, AssistError) and self._failed_assists <= ASSIST_RETRIES:
+            for part in batch.rows:  # they stay as they were, and are run again
+                row = self.rows.get(part.request_id)
+                if row is not None and row.step == batch.number:
+                    row.step = None
+            return
         for part in batch.rows:
             row = self.rows.get(part.request_id)
             if row is not None and row.step == batch.number:
