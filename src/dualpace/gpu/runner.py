@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dualpace.assist.mailbox import Mailbox
 from dualpace.core.config import EngineConfig
+from dualpace.core.errors import HardwareError
 from dualpace.core.logprobs import unpack_logprobs
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob, StepResult
+from dualpace.gpu.assist_graphs import CudaAssistService
+from dualpace.gpu.assist_service import AssistService, TorchAssistService
 from dualpace.gpu.decode_graphs import DecodeGraphs
 from dualpace.gpu.draw import PackedLogprobs, draw_plain, draw_special, previous_tokens
 from dualpace.gpu.flashinfer_attention import flashinfer
@@ -91,7 +95,7 @@ class ModelRunner:
                 "FlashInfer has no kernels for %s with head size %d: the GPU runs plain torch",
                 config.dtype, spec.head_dim,
             )  # fmt: skip
-        self.weights = load_weights(weights, spec, self._device, self._dtype)
+        self._weights = load_weights(weights, spec, self._device, self._dtype)
         # Tokens by row of the step launched last, and whose rows they are.
         rows = config.max_num_seqs + config.max_num_batched_tokens
         self._sampled = torch.zeros(rows, dtype=torch.int64, device=self._device)
@@ -165,6 +169,17 @@ class ModelRunner:
             return self._copies.load(job.source, job.target)
         return self._copies.store(job.source, job.target)
 
+    def assist(self, mailbox: Mailbox) -> AssistService:
+        """Serve the CPU engine's iterations with these weights, beside the steps.
+
+        Raises `HardwareError` for a GPU that computes in plain torch.
+        """
+        if isinstance(self._model, FlashInferModel):
+            return CudaAssistService(mailbox, self._model.layers)
+        if self._device.type == "cuda":
+            raise HardwareError("a GPU assists the CPU engine in bfloat16 only: --cpu-route local")
+        return TorchAssistService(mailbox, self._weights, self._spec, self._config.gpu_threads)
+
     def close(self) -> None:
         """Let go of the arena. Nothing may be under way."""
         if self._registration is not None:
@@ -198,9 +213,9 @@ class ModelRunner:
                 )
         self._model: StepModel
         if self._fast and self._copies is not None:
-            self._model = FlashInferModel(self.weights, self._spec, self._pools, self._copies)
+            self._model = FlashInferModel(self._weights, self._spec, self._pools, self._copies)
         else:
-            self._model = TorchModel(self.weights, self._spec, self._pools)
+            self._model = TorchModel(self._weights, self._spec, self._pools)
 
     def _capture(self) -> DecodeGraphs | None:
         if not isinstance(self._model, FlashInferModel):
