@@ -1,8 +1,8 @@
 """One engine's end of a mailbox as a process of its own, for `test_failures.py` to hurt.
 
 Usage: peer.py cpu|gpu DESCRIPTOR SPEC [TROUBLE LAYER]; prints a line once it is there. As "gpu" it
-serves, and from the layer on that its TROUBLE is at: "dies", "stops" (SIGSTOP), "fails" (raises) or
-"dawdles" (two seconds), the first time. As "cpu" it decodes one token after the other.
+serves until it has computed LAYER, where it "dies" (SIGKILL) or "stops" (SIGSTOP). As "cpu" it
+decodes one token after the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +35,9 @@ class Troubled:
         return getattr(self._mailbox, name)
 
     def post_done(self, slot: int, layer: int) -> None:
-        trouble = self._trouble if layer == self._layer else ""
-        if trouble:
-            self._trouble = ""
-        match trouble:
-            case "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "stops":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "fails":
-                raise RuntimeError("as the test wishes")
-            case "dawdles":
-                time.sleep(2.0)
+        if layer == self._layer and self._trouble:
+            stop = signal.SIGKILL if self._trouble == "dies" else signal.SIGSTOP
+            os.kill(os.getpid(), stop)
         self._mailbox.post_done(slot, layer)
 
 

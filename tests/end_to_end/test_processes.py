@@ -116,6 +116,27 @@ def test_killing_the_cpu_engine_in_mid_decode_loses_nothing(tiny: Any) -> None:
     asyncio.run(scenario())
 
 
+def test_a_host_without_weights_serves_and_survives_the_cpu_engines_death(tiny: Any) -> None:
+    """The GPU engine computes the dense part of every iteration of the CPU engine."""
+
+    async def scenario() -> None:
+        chosen = options(tiny, cpu_route="assist2", host_weights="none", gpu_kv_tokens=700)
+        async with serving(chosen) as server:
+            engines: Counter[str] = Counter()
+            before = await answers(server, tiny, lambda engine: engines.update([engine]))
+            assert [tokens[:64] for tokens in before[:5]] == tiny.answers
+            assert engines["cpu"] > OUTPUT_TOKENS
+            assert await answers(server, tiny, KillAfter(server, "cpu", 300)) == before
+            while server.frontend.missing:
+                await asyncio.sleep(0.05)
+            again: Counter[str] = Counter()
+            assert await answers(server, tiny, lambda engine: again.update([engine])) == before
+            assert again["cpu"] > OUTPUT_TOKENS
+            await all_pages_free(server)
+
+    asyncio.run(scenario())
+
+
 def test_clients_that_leave_at_any_moment_leave_no_page_behind(tiny: Any) -> None:
     async def one(server: Server, index: int) -> None:
         prompt = tiny.prompts[index % len(tiny.prompts)]
