@@ -7,8 +7,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -44,6 +47,7 @@ from dualpace.cpu._native import supported_isas
 from dualpace.cpu.memory import create_arena, host_pages, map_arena
 from dualpace.cpu.threads import allowed_cores, choose_cores
 from dualpace.gpu.device import cuda_device_count
+from dualpace.heartbeat import Heartbeat
 from dualpace.ipc import EnginePort
 from dualpace.kv.pages import pages_for
 from dualpace.loop import EngineLoop, Scheduler
@@ -53,11 +57,12 @@ from dualpace.models.registry import resolve as resolve_source
 from dualpace.models.spec import load_spec
 from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
+from dualpace.runtime import remove as remove_runtime
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.server.frontend import Frontend, Limits
 from dualpace.server.tokenizer import NoTokenizer
-from dualpace.supervisor import Launch, Supervisor
+from dualpace.supervisor import Launch, Supervisor, Timeouts
 
 if TYPE_CHECKING:
     from dualpace.cpu.standin import StandInExecutor
@@ -69,6 +74,7 @@ ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
 # Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, a quarter of a
 # second for 256 of a small one on the stand-in, which beyond that outgrow its cache.
 BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 256}
+PR_SET_PDEATHSIG = 1
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
 
@@ -208,7 +214,7 @@ class Server:
         if config.cpu_route != "local":
             mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
         descriptors = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
-        supervisor = _supervisor(config, arena_fd, mailbox_fd)
+        supervisor = _supervisor(options, config, arena_fd, mailbox_fd)
         starting = asyncio.ensure_future(supervisor.start())
         inbox: asyncio.Task[None] | None = None
         try:
@@ -217,6 +223,8 @@ class Server:
             engines: tuple[EngineName, ...] = (GPU, CPU) if config.host_pages else (GPU,)
             frontend = Frontend(tokenizer, limits, supervisor.port.send, engines=engines)
             supervisor.on_exit = frontend.engine_down
+            supervisor.on_hang = frontend.metrics.engine_hung
+            supervisor.on_host_gone = frontend.host_gone
             supervisor.on_gpu_death = frontend.fail_all
             inbox = asyncio.ensure_future(_dispatch(supervisor, frontend))
             await starting
@@ -260,14 +268,17 @@ def _mailbox_layout(config: EngineConfig, spec: ModelSpec) -> Layout:
     return mailbox_layout(spec, config.dtype, config.max_num_seqs, config.max_model_len)
 
 
-def _supervisor(config: EngineConfig, arena_fd: int | None, mailbox_fd: int | None) -> Supervisor:
+def _supervisor(
+    options: EngineOptions, config: EngineConfig, arena_fd: int | None, mailbox_fd: int | None
+) -> Supervisor:
     def command(launch: Launch) -> list[str]:
         level = logging.getLogger().getEffectiveLevel()
         job = EngineJob(launch, config, arena_fd, mailbox_fd, level)
         return [sys.executable, "-m", "dualpace.cli.engine", msgspec.json.encode(job).decode()]
 
     pass_fds = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
-    return Supervisor(command, pass_fds, config.host_pages)
+    timeouts = Timeouts(options.engine_timeout, options.step_timeout)
+    return Supervisor(command, pass_fds, config.host_pages, timeouts)
 
 
 async def _dispatch(supervisor: Supervisor, frontend: Frontend) -> None:
@@ -293,7 +304,9 @@ def run_engine(job_text: str) -> None:
     job = msgspec.json.decode(job_text, type=EngineJob)
     launch, config = job.launch, job.config
     logging.getLogger().setLevel(job.log_level)
-    _die_with_parent(launch.lifeline)
+    _die_with_parent(launch)
+    if launch.name == CPU:
+        _die_before_others()
     logger.info("%s engine: loading %s", launch.name, config.model)
     started = time.monotonic()
     try:
@@ -315,7 +328,8 @@ def run_engine(job_text: str) -> None:
             launch.name, time.monotonic() - started, ready.kv_tokens,
         )  # fmt: skip
         depth = config.steps_in_flight if launch.name == GPU else 1
-        EngineLoop(scheduler, executor, port, time.monotonic, depth).run()
+        beat = Heartbeat(launch.heartbeat)
+        EngineLoop(scheduler, executor, port, time.monotonic, depth, beat).run()
     except Exception as error:
         Path(launch.error_file).write_text(f"{type(error).__name__}: {error}")
         raise
@@ -450,11 +464,21 @@ def _checkpoint(
     return spec, with_progress(weights, total, f"{engine} engine", bar=bar)
 
 
-def _die_with_parent(lifeline: int) -> None:
-    """Exit at once when the parent's end of the lifeline closes, whatever this process does."""
+def _die_with_parent(launch: Launch) -> None:
+    """Exit at once when the parent's end of the lifeline closes, whatever this process does, and
+    leave no runtime directory behind."""
+    # Were this process stopped, it would not see the pipe close.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def watch() -> None:
-        os.read(lifeline, 1)
+        os.read(launch.lifeline, 1)
+        remove_runtime(Path(launch.error_file).parent)
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _die_before_others() -> None:
+    """Where memory runs out, the kernel shall take the engine that can be done without."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")

@@ -94,6 +94,12 @@ class EngineFlags:
         bool | None,
         typer.Option(help="Plan a GPU step while the one before it runs. Default: on a GPU."),
     ] = DEFAULTS["async_scheduling"]
+    engine_timeout: Annotated[
+        float, typer.Option(help="Seconds without a sign of life until an engine is restarted.")
+    ] = DEFAULTS["engine_timeout"]
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds that one step may take until its engine is restarted.")
+    ] = DEFAULTS["step_timeout"]
     seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = DEFAULTS["seed"]
 
     def options(self, model: str) -> EngineOptions:

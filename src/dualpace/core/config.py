@@ -52,6 +52,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     page_tokens: int = 32
     async_scheduling: bool | None = None
+    engine_timeout: float = 30.0  # seconds for a turn of an engine's loop before it counts as hung
+    step_timeout: float = 300.0  # seconds for one step or copy before the engine counts as hung
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,6 +79,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if number is not None and number < least:
                 raise ConfigError(f"--{flag} must be at least {least}, got {number}")
+        # A loop that has nothing to do turns once a second.
+        for flag, seconds, least in (
+            ("engine-timeout", self.engine_timeout, 2),
+            ("step-timeout", self.step_timeout, 1),
+        ):
+            if not seconds >= least:
+                raise ConfigError(f"--{flag} must be at least {least} seconds, got {seconds:g}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"

@@ -12,7 +12,7 @@ speaks of a dead one is dropped by the receiver. Messages between two processes 
     GPU -> CPU                Reserve, Cancel, Handoff, Recall, Loaded
     CPU -> GPU                Grant, Deny, Release, KeepRow, Return, HostReport
     engine <-> engine         Gone
-    supervisor -> GPU         PeerUp, PeerDown (answered with PeerDrained)
+    supervisor -> GPU         PeerUp, PeerDown (answered with PeerDrained), HostGone
     supervisor -> both        Shutdown
 """
 
@@ -249,6 +249,10 @@ class PeerDown(Message, frozen=True):
     generation: int
 
 
+class HostGone(Message, frozen=True):
+    """Nobody counts on another CPU engine: no request shall wait for host pages until a PeerUp."""
+
+
 class PeerDrained(Message, frozen=True):
     """GPU engine to supervisor: no step or copy touches the dead generation's pages any more."""
 
@@ -263,7 +267,7 @@ AnyMessage = (
     Submit | Abort | Tokens | Failed | Lost | EngineReady | EngineStats
     | Reserve | Cancel | Handoff | Recall | Loaded | Usable
     | Grant | Deny | Release | KeepRow | Return | HostReport
-    | Gone | PeerUp | PeerDown | PeerDrained | Shutdown
+    | Gone | PeerUp | PeerDown | HostGone | PeerDrained | Shutdown
 )  # fmt: skip
 
 
