@@ -32,6 +32,7 @@ from dualpace.core.errors import ConfigError, HardwareError
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Executor
+from dualpace.cpu._native import supported_isas
 from dualpace.cpu.memory import create_arena, host_pages, map_arena
 from dualpace.cpu.threads import allowed_cores, choose_cores
 from dualpace.gpu.device import cuda_device_count
@@ -44,6 +45,9 @@ from dualpace.models.registry import resolve as resolve_source
 from dualpace.models.spec import load_spec
 from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
+from dualpace.policy.view import Policy
+from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
+from dualpace.profile.settle import host_rules, settle
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.server.frontend import Frontend, Limits
@@ -71,9 +75,10 @@ class EngineJob(msgspec.Struct, frozen=True):
 # -- options -------------------------------------------------------------------------------------
 
 
-def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
+def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[EngineConfig, ModelSpec]:
     """Settle every "auto" and check what can be checked before anything is started.
 
+    to_measure: for a profile, so without regard to one.
     Raises `ConfigError`, `ModelError` or `HardwareError`, each naming what to change.
     """
     source = resolve_source(options.model)
@@ -135,6 +140,9 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         cpu_isa=options.cpu_isa,
         seed=options.seed,
     )
+    if not to_measure:
+        config = settle(options, config, fingerprint_of(config, spec), weight_bytes)
+        pages = config.host_pages
     logger.info(
         "%s: %s, %s on %s; pages of %d tokens (%s); host KV %s = %d tokens; CPU engine on cores %s",
         options.model, spec.architecture, dtype, device, options.page_tokens,
@@ -142,6 +150,12 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         ", ".join(map(str, cores)),
     )  # fmt: skip
     return config, spec
+
+
+def fingerprint_of(config: EngineConfig, spec: ModelSpec) -> Fingerprint:
+    """What a profile must have been measured on, to hold for this configuration."""
+    isa = supported_isas()[-1] if config.cpu_isa == "auto" else config.cpu_isa
+    return take_fingerprint(config, spec, isa)
 
 
 def _device(options: EngineOptions) -> Device:
@@ -295,7 +309,7 @@ def _build_gpu(
 
     spec, weights = _checkpoint(config, GPU, bar)
     executor = TorchExecutor(config, spec, weights, arena=arena, wake=wake)
-    policy = make_policy(config.policy, config.max_num_seqs)
+    policy = _policy(config, spec)
     scheduler = GpuScheduler(
         policy,
         executor.gpu_pages,
@@ -318,11 +332,16 @@ def _build_cpu(
     spec, weights = _checkpoint(config, CPU, bar)
     model = CpuModel(spec, weights, dtype=config.dtype, cores=config.cpu_ids, isa=config.cpu_isa)
     executor = CpuExecutor(model, arena, config.page_tokens, wake)
-    policy = make_policy(config.policy, config.max_num_seqs)
+    policy = _policy(config, spec)
     scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     tokens = config.host_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)
     return scheduler, executor, ready
+
+
+def _policy(config: EngineConfig, spec: ModelSpec) -> Policy:
+    rules = host_rules(config, spec.num_parameters * ELEMENT_BYTES[config.dtype])
+    return make_policy(config.policy, config.max_num_seqs, rules, config.gpu_itl_target)
 
 
 def profile_executors(config: EngineConfig) -> Generator[tuple[str, Executor, int], None]:

@@ -7,6 +7,7 @@ default (the command line takes its own from here). `EngineConfig` is what the e
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -45,6 +46,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     page_tokens: int = 32
     async_scheduling: bool | None = None
+    profile: str = "auto"
+    cpu_itl_target: float | None = None
+    gpu_itl_target: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -72,6 +76,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        for flag, seconds in (
+            ("cpu-itl-target", self.cpu_itl_target),
+            ("gpu-itl-target", self.gpu_itl_target),
+        ):
+            if seconds is not None and not 0.0 < seconds < math.inf:
+                raise ConfigError(f"--{flag} must be a positive number of seconds, got {seconds}")
         if self.host_kv_size != "auto":
             parse_size(self.host_kv_size, "host-kv-size")
 
@@ -97,6 +107,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_ids: tuple[int, ...]  # cores of the CPU engine's thread pool, in order of use
     cpu_isa: str
     seed: int
+    profile_file: str | None = None  # None: nothing was measured
+    cpu_itl_target: float | None = None  # seconds; None: rows alone bound the CPU batch
+    gpu_itl_target: float | None = None  # seconds; None: a step's tokens alone bound its prompts
 
 
 def parse_size(text: str, flag: str) -> int:
