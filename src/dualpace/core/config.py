@@ -16,8 +16,8 @@ from dualpace.core.errors import ConfigError
 
 Device = Literal["cuda", "cpu"]
 DType = Literal["bfloat16", "float32"]
-PolicyName = Literal["dualpace", "gpu-only"]
-POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")
+PolicyName = Literal["dualpace", "gpu-only", "gated"]
+POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")  # that the engines run; the simulator runs all
 ISAS: tuple[str, ...] = ("auto", "portable", "avx2", "avx512", "avx512_bf16")
 DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")

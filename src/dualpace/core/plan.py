@@ -51,11 +51,13 @@ class BatchRow(msgspec.Struct, frozen=True):
 
 class Batch(msgspec.Struct, frozen=True):
     """One step of one engine. `number` counts the engine's steps from 1; `route` is a CPU
-    iteration's."""
+    iteration's; from row `second_half` on, the rows of a gated step take turns with those before.
+    """
 
     number: int
     rows: tuple[BatchRow, ...]
     route: Route = "local"
+    second_half: int | None = None
 
     @property
     def num_tokens(self) -> int:

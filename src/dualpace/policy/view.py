@@ -38,7 +38,8 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     positions left to compute; waiting: rows without pages (the first of them); host: the oldest
     requests of the CPU engine; moving: rows under promotion, whose GPU pages are reserved;
     demoting_pages: GPU pages that rows under demotion will give back; host_rows, host_context:
-    requests that are the CPU engine's or on their way there, and their tokens.
+    requests that are the CPU engine's or on their way there, and their tokens; pages_moving: GPU
+    pages of rows whose KV is being copied to the GPU, where one scheduler owns both tiers.
     """
 
     now: float
@@ -53,6 +54,7 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     host: tuple[RowView, ...] = ()
     moving: int = 0
     demoting_pages: int = 0
+    pages_moving: int = 0
     host_open: bool = False
     host_pages_total: int = 0
     host_pages_free: int = 0
@@ -67,7 +69,8 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     promote: host rows to recall; demote: rows to move to the host; preempt: rows to recompute
     later; prefill: (row, number of positions) of the next step. Rows left in `decoding` decode.
     token_rate: tokens that one more second of the GPU would yield; prefill_share: of the time of
-    the next step. Both are for the CPU engine's choice of route.
+    the next step. Both are for the CPU engine's choice of route. gate: host rows that decode in the
+    first and in the second half of this step, where one scheduler owns both tiers.
     """
 
     admit: tuple[str, ...] = ()
@@ -78,6 +81,7 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[tuple[str, int], ...] = ()
     token_rate: float = 0.0
     prefill_share: float = 0.0
+    gate: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 class CpuView(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ Translates between batches and the cost model's questions; schedules nothing.
 from __future__ import annotations
 
 from dualpace.core.errors import ConfigError
-from dualpace.core.plan import Batch, CopyJob
+from dualpace.core.plan import Batch, BatchRow, CopyJob
 from dualpace.policy.cost_model import CostModel, Estimate, cpu_step, gpu_step, stolen
 from dualpace.sim.world import Hardware
 
@@ -47,6 +47,10 @@ class Durations:
 
     def gpu_step(self, batch: Batch) -> float:
         """What its decodes and prompt chunks take together, and what assists take from it."""
+        if batch.second_half is not None:
+            return self._gated_step(
+                batch.rows[: batch.second_half], batch.rows[batch.second_half :]
+            )
         rows = context = 0
         chunks = []
         for row in batch.rows:
@@ -63,6 +67,27 @@ class Durations:
         delay = min(self._owed, seconds * self._stolen_share / (1.0 - self._stolen_share))
         self._owed -= delay
         return seconds + delay
+
+    def _gated_step(self, *halves: tuple[BatchRow, ...]) -> float:
+        """While the GPU computes the dense layers of one half, both attend for the other one."""
+        costs = self._costs
+        dense, attention = [], []
+        for rows in halves:
+            prompts = [row for row in rows if len(row.tokens) > 1 or not row.start]
+            decodes = [row for row in rows if row not in prompts]
+            on_gpu = [row.end for row in decodes if row.tier == "gpu"]
+            on_host = [row.end for row in decodes if row.tier == "host"]
+            tokens = sum(len(row.tokens) for row in rows)
+            one_pass = costs.gpu_prefill if prompts else costs.gpu_decode
+            dense.append(one_pass(tokens, 0).seconds if tokens else 0.0)
+            gpu = gpu_step(costs, len(on_gpu), sum(on_gpu), ()).seconds
+            gpu -= gpu_step(costs, len(on_gpu), 0, ()).seconds
+            host = costs.cpu_attention(len(on_host), sum(on_host)).seconds if on_host else 0.0
+            attention.append((gpu, host))
+        seconds = 0.0
+        for other, (gpu, host) in zip(reversed(dense), attention, strict=True):
+            seconds += max(other + gpu, host)
+        return self._count(Estimate(seconds, False))
 
     def cpu_step(self, batch: Batch) -> float:
         """By the batch's route; what it steals from the GPU delays the GPU's next steps, evenly
