@@ -31,7 +31,6 @@ from dualpace.assist.mailbox import (
     open_mailbox,
 )
 from dualpace.core.config import (
-    CpuRoute,
     Device,
     DType,
     EngineConfig,
@@ -42,7 +41,7 @@ from dualpace.core.config import (
 from dualpace.core.errors import ConfigError, HardwareError
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
-from dualpace.core.plan import Executor
+from dualpace.core.plan import Executor, Route
 from dualpace.cpu._native import supported_isas
 from dualpace.cpu.memory import create_arena, host_pages, map_arena
 from dualpace.cpu.threads import allowed_cores, choose_cores
@@ -57,6 +56,9 @@ from dualpace.models.registry import resolve as resolve_source
 from dualpace.models.spec import load_spec
 from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
+from dualpace.policy.view import Policy
+from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
+from dualpace.profile.settle import host_rules, settle
 from dualpace.runtime import remove as remove_runtime
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
@@ -91,9 +93,10 @@ class EngineJob(msgspec.Struct, frozen=True):
 # -- options -------------------------------------------------------------------------------------
 
 
-def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
+def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[EngineConfig, ModelSpec]:
     """Settle every "auto" and check what can be checked before anything is started.
 
+    to_measure: for a profile, so without regard to one.
     Raises `ConfigError`, `ModelError` or `HardwareError`, each naming what to change.
     """
     source = resolve_source(options.model)
@@ -157,6 +160,9 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         host_weights=options.host_weights == "auto",
         seed=options.seed,
     )
+    if not to_measure:
+        config = settle(options, config, fingerprint_of(config, spec), weight_bytes)
+        pages = config.host_pages
     logger.info(
         "%s: %s, %s on %s; pages of %d tokens (%s); host KV %s = %d tokens; CPU engine on cores %s",
         options.model, spec.architecture, dtype, device, options.page_tokens,
@@ -166,7 +172,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
     return config, spec
 
 
-def _route(options: EngineOptions, device: Device) -> CpuRoute:
+def _route(options: EngineOptions, device: Device) -> Route:
     """Local is the default while nobody has measured what assisted iterations cost the GPU."""
     route = options.cpu_route
     if route == "auto":
@@ -174,6 +180,12 @@ def _route(options: EngineOptions, device: Device) -> CpuRoute:
     if route != "local" and device == "cuda":
         raise HardwareError(f"--cpu-route {route}: the GPU engine does not assist on CUDA")
     return route
+
+
+def fingerprint_of(config: EngineConfig, spec: ModelSpec) -> Fingerprint:
+    """What a profile must have been measured on, to hold for this configuration."""
+    isa = supported_isas()[-1] if config.cpu_isa == "auto" else config.cpu_isa
+    return take_fingerprint(config, spec, isa)
 
 
 def _device(options: EngineOptions) -> Device:
@@ -346,7 +358,7 @@ def _build_gpu(
     bar: bool = False,
 ) -> tuple[Scheduler, Executor, EngineReady]:
     executor = _gpu_executor(config, arena, wake, mailbox_fd, bar)
-    policy = make_policy(config.policy, config.max_num_seqs)
+    policy = _policy(config, load_spec(resolve_source(config.model)))
     scheduler = GpuScheduler(
         policy,
         executor.gpu_pages,
@@ -414,7 +426,7 @@ def _build_cpu(
     executor = CpuExecutor(
         model, arena, config.page_tokens, wake, route=lambda batch: config.cpu_route
     )
-    policy = make_policy(config.policy, config.max_num_seqs)
+    policy = _policy(config, spec)
     scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     tokens = config.host_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)
@@ -427,6 +439,11 @@ def _open_mailbox(
     if descriptor is None:
         return None
     return open_mailbox(descriptor, _mailbox_layout(config, spec), side)
+
+
+def _policy(config: EngineConfig, spec: ModelSpec) -> Policy:
+    rules = host_rules(config, spec.num_parameters * ELEMENT_BYTES[config.dtype])
+    return make_policy(config.policy, config.max_num_seqs, rules, config.gpu_itl_target)
 
 
 def profile_executors(config: EngineConfig) -> Generator[tuple[str, Executor, int], None]:
