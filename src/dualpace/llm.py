@@ -6,6 +6,7 @@ The engines run in their own processes; the frontend runs on an event loop in a 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import os
 import threading
@@ -28,6 +29,7 @@ from dualpace.wiring import Server
 
 Result = TypeVar("Result")
 Prompt = str | Sequence[int] | Mapping[str, Any]
+SIGNALS_SEEN_AFTER = 0.2  # seconds within which a Ctrl-C is noticed
 
 
 @dataclass
@@ -77,13 +79,13 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         self.options = _engine_options({"model": os.fspath(model), **options})
         self._loop = asyncio.new_event_loop()
+        starting = self._loop.create_task(Server.start(self.options))
         thread = threading.Thread(target=self._loop.run_forever, name="dualpace", daemon=True)
         thread.start()
         try:
-            server = self._await(Server.start(self.options))
+            server = self._await(starting)
         except BaseException:
-            # Interrupted in mid-start, it still has engines to stop.
-            asyncio.run_coroutine_threadsafe(_let_others_end(), self._loop).result()
+            self._await(_abandon(starting))
             _stop_loop(self._loop, thread)
             raise
         self._frontend = server.frontend
@@ -193,6 +195,10 @@ class LLM:
 
         future = asyncio.run_coroutine_threadsafe(wait(), self._loop)
         try:
+            # A signal may be delivered to another thread, and then it wakes nobody: Python acts on
+            # it when this thread runs next.
+            while not concurrent.futures.wait({future}, SIGNALS_SEEN_AFTER).done:
+                pass
             return future.result()
         except BaseException:
             future.cancel()
@@ -278,11 +284,13 @@ def _engine_options(given: dict[str, Any]) -> EngineOptions:
         raise ConfigError(str(error)) from None
 
 
-async def _let_others_end() -> None:
-    """Wait for every other task of this loop."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    if others:
-        await asyncio.wait(others)
+async def _abandon(starting: asyncio.Task[Server]) -> None:
+    """End a start that is not wanted any more, however far it has come; leaves no engine."""
+    if not starting.cancelling():  # once more would cut its cleaning up short
+        starting.cancel()
+    await asyncio.wait({starting})
+    if not starting.cancelled() and starting.exception() is None:
+        await starting.result().close()  # it was complete before it heard of the interruption
 
 
 def _shut_down(loop: asyncio.AbstractEventLoop, thread: threading.Thread, server: Server) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from dualpace.core.errors import FatalEngineError
 from dualpace.core.messages import AnyMessage, Envelope
 from dualpace.core.plan import Batch, CopyJob, Executor, StepResult, Ticket
 from dualpace.ipc import Port
+
+Outcome = TypeVar("Outcome")
 
 
 class Scheduler(Protocol):
@@ -60,7 +62,8 @@ class EngineLoop:
 
     depth: steps that may be under way at once. With 1 the next step is planned when the last has
     been committed; with 2 it is planned and launched while the last one runs, so that the device
-    never waits for the host.
+    never waits for the host. beat: called in every turn with the number of the oldest step or copy
+    under way, 0 for none; who gets the same number for too long has an engine that hangs.
     """
 
     def __init__(
@@ -70,14 +73,18 @@ class EngineLoop:
         port: Port,
         clock: Callable[[], float],
         depth: int = 1,
+        beat: Callable[[int], None] = lambda oldest: None,
     ) -> None:
         self.depth = depth
+        self.beat = beat
         self.scheduler = scheduler
         self.executor = executor
         self.port = port
         self.clock = clock
         self.steps: deque[tuple[Batch, Ticket[StepResult]]] = deque()
         self.copies: list[tuple[CopyJob, Ticket[None]]] = []
+        self._started = 0
+        self._under_way: dict[Ticket[Any], int] = {}  # numbers, in the order of their start
 
     def run(self) -> None:
         """Step until the scheduler has stopped and nothing is under way."""
@@ -86,6 +93,7 @@ class EngineLoop:
 
     def step(self) -> None:
         """One turn. Returns after a message, a completion, or (idle) a second."""
+        self.beat(next(iter(self._under_way.values()), 0))
         self.drain()
         self.plan_and_launch()
         self.emit()
@@ -103,9 +111,14 @@ class EngineLoop:
             batch = self.scheduler.plan(self.clock())
             if batch is None:
                 break
-            self.steps.append((batch, self.executor.launch(batch)))
+            self.steps.append((batch, self._number(self.executor.launch(batch))))
         for job in self.scheduler.take_copies():
-            self.copies.append((job, self.executor.copy(job)))
+            self.copies.append((job, self._number(self.executor.copy(job))))
+
+    def _number(self, ticket: Ticket[Outcome]) -> Ticket[Outcome]:
+        self._started += 1
+        self._under_way[ticket] = self._started
+        return ticket
 
     def wait(self) -> None:
         something = self.port.wait(1.0)
@@ -116,6 +129,7 @@ class EngineLoop:
         """Take in completed steps in order, and completed copies in any order."""
         while self.steps and self.steps[0][1].done():
             batch, ticket = self.steps.popleft()
+            del self._under_way[ticket]
             try:
                 result = ticket.result()
             except FatalEngineError:
@@ -129,6 +143,7 @@ class EngineLoop:
             if not copy.done():
                 under_way.append((job, copy))
                 continue
+            del self._under_way[copy]
             try:
                 copy.result()
             except Exception as error:

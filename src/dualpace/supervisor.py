@@ -1,8 +1,9 @@
 """The engines' processes: started, watched, restarted, and never left behind.
 
-Knows command lines, exit codes and the order of recovery; not what an engine computes. Each child
-inherits the read end of a pipe, the lifeline, whose other end only this process holds: when this
-process goes, however it goes, the children see the pipe close and exit.
+Knows command lines, exit codes, heartbeats and the order of recovery; not what an engine computes.
+An engine that hangs is killed, and from there on it is one that has died. Each child inherits the
+read end of a pipe, the lifeline, whose other end only this process holds: when this process goes,
+however it goes, the children see the pipe close and exit.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
-import tempfile
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,40 @@ from dualpace.core.messages import (
     GPU,
     EngineName,
     EngineReady,
+    HostGone,
     PeerDown,
     PeerUp,
     Shutdown,
 )
+from dualpace.heartbeat import Monitor, Silence
 from dualpace.ipc import AsyncPort
+from dualpace.runtime import RuntimeDirectory
 
 logger = logging.getLogger(__name__)
 GPU_RESTARTS = 3  # restarts of everything before giving up …
 GPU_RESTART_WINDOW = 600.0  # … within so many seconds
-CPU_RESTARTS = 10  # attempts in a row to start a CPU engine that has died
 BACKOFF = (0.1, 30.0)  # first and longest pause before a CPU engine is restarted, seconds
+QUICK_DEATH = 60.0  # a CPU engine that has answered for fewer seconds has died quickly
+CPU_QUICK_DEATHS = 6  # in a row, after which the server goes on without it …
+CPU_RETRY = 300.0  # … and tries again only every so many seconds
 SHUTDOWN_PATIENCE = 5.0  # seconds for an engine to exit on request before it is killed
+HEARTBEAT_CHECK = 1.0  # seconds between two looks at a heartbeat
+LAST_LOOK = 0.5  # seconds for an engine that hangs to write down where
+
+
+class Timeouts(msgspec.Struct, frozen=True):
+    """Seconds after which an engine hangs: a turn of its loop, and one step or copy."""
+
+    loop: float
+    step: float
 
 
 class Launch(msgspec.Struct, frozen=True):
     """Who an engine's process is, and where it finds the others.
 
-    lifeline: file descriptor of the pipe that closes when this process goes; error_file: where the
-    engine leaves its reason if it cannot go on.
+    lifeline: file descriptor of the pipe that closes when this process goes; heartbeat: of the page
+    for its signs of life; error_file: where, in the runtime directory, it leaves its reason if it
+    cannot go on.
     """
 
     name: EngineName
@@ -54,20 +69,28 @@ class Launch(msgspec.Struct, frozen=True):
     frontend_address: str
     gpu_address: str
     lifeline: int
+    heartbeat: int
     error_file: str
 
 
 class Child:
     """One engine process of one incarnation."""
 
-    def __init__(self, launch: Launch, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, launch: Launch, process: asyncio.subprocess.Process, monitor: Monitor
+    ) -> None:
         self.name = launch.name
         self.launch = launch
         self.process = process
+        self.monitor = monitor
         self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self.ready_at = float("inf")
+        self.hung: Silence | None = None
 
     def last_words(self) -> str:
         """Why it ended, in its own words if it left any."""
+        if self.hung is not None:
+            return f"the {self.name} engine hung ({self.hung})"
         with contextlib.suppress(OSError):
             return Path(self.launch.error_file).read_text().strip()
         return f"the {self.name} engine's process ended with code {self.process.returncode}"
@@ -80,21 +103,30 @@ class Child:
 class Supervisor:
     """Runs the engines; `command` makes the command line of a process from its `Launch`.
 
-    `on_exit(name)` is called when an engine has died, `on_gpu_death(reason)` when that ends every
-    stream. `failed` gets an exception when there is nothing more to try.
+    `on_exit(name)` is called when an engine has died, `on_hang(name)` before that if it was killed
+    because it hung, `on_gpu_death(reason)` when a death ends every stream, `on_host_gone()` when
+    the server goes on without a CPU engine. `failed` gets an exception when there is nothing more
+    to try.
     """
 
     def __init__(
-        self, command: Callable[[Launch], Sequence[str]], pass_fds: Sequence[int], host_pages: int
+        self,
+        command: Callable[[Launch], Sequence[str]],
+        pass_fds: Sequence[int],
+        host_pages: int,
+        timeouts: Timeouts,
     ) -> None:
-        self.runtime = Path(tempfile.mkdtemp(prefix="dualpace-"))
+        self.runtime = RuntimeDirectory()
         self.port = AsyncPort(FRONTEND, self._address(FRONTEND))
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[EngineName], None] = lambda name: None
+        self.on_hang: Callable[[EngineName], None] = lambda name: None
         self.on_gpu_death: Callable[[str], None] = lambda reason: None
+        self.on_host_gone: Callable[[], None] = lambda: None
         self._command = command
         self._pass_fds = tuple(pass_fds)
         self._host_pages = host_pages
+        self._timeouts = timeouts
         self._generation = 0
         self._gpu_address = ""
         self._children: dict[EngineName, Child] = {}
@@ -102,6 +134,7 @@ class Supervisor:
         self._watchers: set[asyncio.Task[None]] = set()
         self._drained: asyncio.Future[None] | None = None
         self._gpu_deaths: list[float] = []
+        self._cpu_deaths = 0  # quick ones, in a row
         self._closing = False
 
     @property
@@ -111,16 +144,12 @@ class Supervisor:
 
     async def start(self) -> None:
         """Start the engines and wait until they answer. Raises `EngineError` with the reason."""
-        self._generation += 1
-        self._gpu_address = self._address(f"{GPU}-{self._generation}")
-        names: list[EngineName] = [GPU, CPU] if self._host_pages else [GPU]
-        for name in names:
-            await self._spawn(name)
-        for name in names:
-            await self._until_ready(self._children[name])
+        await self._spawn_all()
+        for child in self._children.values():
+            await self._until_ready(child)
         self._introduce()
-        for name in names:
-            self._watch(self._children[name])
+        for child in self._children.values():
+            self._watch(self._watch_child(child))
 
     def engine_ready(self, sender: str, ready: EngineReady) -> bool:
         """An engine's first message has come; False if its process has been replaced since."""
@@ -128,6 +157,7 @@ class Supervisor:
             if name == sender and child.process.pid == ready.pid:
                 if not child.ready.done():
                     child.ready.set_result(ready)
+                    child.ready_at = time.monotonic()
                 return True
         return False
 
@@ -139,8 +169,7 @@ class Supervisor:
     async def close(self) -> None:
         """Stop the engines, whatever they do, and remove the runtime directory."""
         self._closing = True
-        for watcher in self._watchers:
-            watcher.cancel()
+        await self._end_watchers()
         for child in self._children.values():
             if child.ready.done():
                 self.port.send(child.name, Shutdown())
@@ -151,12 +180,21 @@ class Supervisor:
         self.port.close()
         for end in self._lifeline:
             os.close(end)
-        shutil.rmtree(self.runtime, ignore_errors=True)
+        self.runtime.close()
 
     # -- processes -------------------------------------------------------------------------------
 
-    async def _spawn(self, name: EngineName) -> None:
+    async def _spawn_all(self) -> None:
+        self._generation += 1
+        self._gpu_address = self._address(f"{GPU}-{self._generation}")
+        await self._spawn(GPU)
+        if self._host_pages:
+            await self._spawn(CPU)
+
+    async def _spawn(self, name: EngineName) -> Child:
         address = self._gpu_address if name == GPU else self._address(f"{CPU}-{self._generation}")
+        check = self._check_interval
+        monitor = Monitor(self._timeouts.loop, self._timeouts.step, max_gap=2 * check)
         launch = Launch(
             name=name,
             generation=self._generation,
@@ -164,17 +202,22 @@ class Supervisor:
             frontend_address=self._address(FRONTEND),
             gpu_address=self._gpu_address,
             lifeline=self._lifeline[0],
-            error_file=str(self.runtime / f"{name}-{self._generation}.error"),
+            heartbeat=monitor.descriptor,
+            error_file=str(self.runtime.path / f"{name}-{self._generation}.error"),
         )
-        process = await asyncio.create_subprocess_exec(
-            *self._command(launch),
-            stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(self._lifeline[0], *self._pass_fds),
-            # A Ctrl-C at the terminal reaches this process alone, which then stops the engines.
-            start_new_session=True,
-        )
-        self._children[name] = Child(launch, process)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command(launch),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(self._lifeline[0], monitor.descriptor, *self._pass_fds),
+                # A Ctrl-C at the terminal reaches this process alone, which then stops the engines.
+                start_new_session=True,
+            )
+        finally:
+            monitor.close()
+        child = self._children[name] = Child(launch, process, monitor)
         self.port.connect(name, address)
+        return child
 
     async def _until_ready(self, child: Child) -> None:
         exited = asyncio.ensure_future(child.process.wait())
@@ -187,7 +230,7 @@ class Supervisor:
             raise EngineError(child.last_words())
 
     def _address(self, name: str) -> str:
-        return f"ipc://{self.runtime / name}.sock"
+        return f"ipc://{self.runtime.path / name}.sock"
 
     async def _reap(self, child: Child) -> None:
         try:
@@ -201,73 +244,146 @@ class Supervisor:
             address = self._children[CPU].launch.address
             self.port.send(GPU, PeerUp(self._generation, address, self._host_pages))
 
-    # -- recovery --------------------------------------------------------------------------------
+    # -- watching --------------------------------------------------------------------------------
 
-    def _watch(self, child: Child) -> None:
-        task = asyncio.ensure_future(self._watch_child(child))
+    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(self._until_failed(work))
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
 
-    async def _watch_child(self, child: Child) -> None:
-        code = await child.process.wait()
-        if self._closing or self._children.get(child.name) is not child:
-            return
-        logger.error("the %s engine ended with code %s", child.name, code)
-        self.on_exit(child.name)
+    async def _until_failed(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            if child.name == CPU:
-                await self._recover_cpu()
-            else:
-                await self._recover_gpu(child.last_words())
+            await work
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
 
+    async def _end_watchers(self) -> None:
+        """All but the caller: one may be in the middle of starting a CPU engine."""
+        others = self._watchers - {asyncio.current_task()}
+        for watcher in others:
+            watcher.cancel()
+        if others:
+            await asyncio.wait(others)
+
+    async def _watch_child(self, child: Child) -> None:
+        heart = asyncio.ensure_future(self._watch_heart(child))
+        try:
+            code = await child.process.wait()
+        finally:
+            heart.cancel()
+        if self._closing or self._children.get(child.name) is not child:
+            return
+        logger.error("the %s engine ended with code %s", child.name, code)
+        self.on_exit(child.name)
+        if child.name == CPU:
+            await self._recover_cpu()
+        else:
+            await self._recover_gpu(child.last_words())
+
+    @property
+    def _check_interval(self) -> float:
+        return min(HEARTBEAT_CHECK, self._timeouts.loop / 4)
+
+    async def _watch_heart(self, child: Child) -> None:
+        """Kill the engine if it hangs; what follows is the same as for a death."""
+        while child.hung is None:
+            await asyncio.sleep(self._check_interval)
+            child.hung = child.monitor.check(time.monotonic())
+        seconds = getattr(self._timeouts, child.hung)
+        what = "its loop has not turned" if child.hung == "loop" else "a step has been under way"
+        logger.error("the %s engine hangs: %s for %g s; killing it", child.name, what, seconds)
+        self.on_hang(child.name)
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(signal.SIGUSR1)  # its stacks go to the log
+        await asyncio.sleep(LAST_LOOK)
+        child.kill()
+
+    # -- recovery --------------------------------------------------------------------------------
+
     async def _recover_cpu(self) -> None:
         """The dead is reaped already. The GPU engine lets go of its pages before a new one maps
         them; requests are resubmitted meanwhile by whoever keeps the journal."""
-        pause, longest = BACKOFF
-        for _ in range(CPU_RESTARTS):
-            self._children.pop(CPU, None)
+        ready = False
+        while not ready:
+            pause = self._pause_before_retry(self._children.pop(CPU, None))
             self.port.disconnect(CPU)
             self._drained = asyncio.get_running_loop().create_future()
             self.port.send(GPU, PeerDown(self._generation))
             await self._drained
+            if self._cpu_deaths > CPU_QUICK_DEATHS:
+                self._go_on_without_host()
             await asyncio.sleep(pause)
-            pause = min(longest, 2 * pause)
             self._generation += 1
-            await self._spawn(CPU)
-            child = self._children[CPU]
             try:
-                await self._until_ready(child)
-            except EngineError as error:
-                logger.error("the CPU engine did not restart: %s", error)
-                continue
-            self._introduce()
-            self._watch(child)
-            return
-        raise EngineError(f"the CPU engine did not start in {CPU_RESTARTS} attempts")
+                ready = await self._cpu_is_up(await self._spawn(CPU))
+            except OSError as error:  # no memory for one more process, say
+                logger.error("the CPU engine could not be started: %s", error)
+
+    async def _cpu_is_up(self, child: Child) -> bool:
+        """Wait until a CPU engine answers, and let both know of each other."""
+        try:
+            await self._until_ready(child)
+        except EngineError as error:
+            logger.error("the CPU engine did not start: %s", error)
+            return False
+        self._introduce()
+        self._watch(self._watch_child(child))
+        return True
+
+    def _pause_before_retry(self, dead: Child | None) -> float:
+        lived = 0.0 if dead is None else time.monotonic() - dead.ready_at
+        self._cpu_deaths = 1 if lived >= QUICK_DEATH else self._cpu_deaths + 1
+        if self._cpu_deaths > CPU_QUICK_DEATHS:
+            return CPU_RETRY
+        first, longest = BACKOFF
+        return float(min(longest, first * 2 ** (self._cpu_deaths - 1)))
+
+    def _go_on_without_host(self) -> None:
+        if not self._children[GPU].ready.result().kv_tokens:
+            raise EngineError(
+                f"the CPU engine died {self._cpu_deaths} times, and the GPU engine holds no KV"
+            )
+        logger.error(
+            "the CPU engine died %d times in a row: going on without host KV; next try in %g s",
+            self._cpu_deaths, CPU_RETRY,
+        )  # fmt: skip
+        self.port.send(GPU, HostGone())
+        self.on_host_gone()
 
     async def _recover_gpu(self, reason: str) -> None:
-        """Every stream is lost. Restart everything, a bounded number of times; an engine that
-        dies before all are ready again counts as well."""
-        for watcher in self._watchers - {asyncio.current_task()}:
-            watcher.cancel()  # it may be in the middle of restarting the CPU engine
+        """Every stream is lost. Restart everything, a bounded number of times; a GPU engine that
+        dies before it is ready again counts as well."""
+        await self._end_watchers()
         while True:
             self.on_gpu_death(reason)
             now = time.monotonic()
             recent = [at for at in self._gpu_deaths if now - at < GPU_RESTART_WINDOW]
             self._gpu_deaths = [*recent, now]
-            children, self._children = self._children, {}
-            for child in children.values():
+            for child in self._children.values():
                 child.kill()
+            for child in self._children.values():
                 await child.process.wait()
+            self._children.clear()
             if len(self._gpu_deaths) > GPU_RESTARTS:
                 raise EngineError(f"the engines died {len(self._gpu_deaths)} times: {reason}")
             try:
-                await self.start()
-            except EngineError as error:
+                await self._restart()
+            except (EngineError, OSError) as error:
                 reason = str(error)
                 logger.error("the engines did not restart: %s", reason)
             else:
                 return
+
+    async def _restart(self) -> None:
+        """Start the engines anew; returns when the GPU engine answers, which need not wait for the
+        CPU engine."""
+        await self._spawn_all()
+        await self._until_ready(self._children[GPU])
+        self._watch(self._watch_child(self._children[GPU]))
+        if CPU in self._children:
+            self._watch(self._join(self._children[CPU]))
+
+    async def _join(self, child: Child) -> None:
+        if not await self._cpu_is_up(child):
+            await self._recover_cpu()

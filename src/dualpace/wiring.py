@@ -7,8 +7,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -28,7 +31,6 @@ from dualpace.assist.mailbox import (
     open_mailbox,
 )
 from dualpace.core.config import (
-    CpuRoute,
     Device,
     DType,
     EngineConfig,
@@ -39,11 +41,12 @@ from dualpace.core.config import (
 from dualpace.core.errors import ConfigError, HardwareError
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
-from dualpace.core.plan import Executor
+from dualpace.core.plan import Executor, Route
 from dualpace.cpu._native import supported_isas
 from dualpace.cpu.memory import create_arena, host_pages, map_arena
 from dualpace.cpu.threads import allowed_cores, choose_cores
 from dualpace.gpu.device import cuda_device_count
+from dualpace.heartbeat import Heartbeat
 from dualpace.ipc import EnginePort
 from dualpace.kv.pages import pages_for
 from dualpace.loop import EngineLoop, Scheduler
@@ -53,11 +56,15 @@ from dualpace.models.registry import resolve as resolve_source
 from dualpace.models.spec import load_spec
 from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
+from dualpace.policy.view import Policy
+from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
+from dualpace.profile.settle import host_rules, settle
+from dualpace.runtime import remove as remove_runtime
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.server.frontend import Frontend, Limits
 from dualpace.server.tokenizer import NoTokenizer
-from dualpace.supervisor import Launch, Supervisor
+from dualpace.supervisor import Launch, Supervisor, Timeouts
 
 if TYPE_CHECKING:
     from dualpace.cpu.standin import StandInExecutor
@@ -69,6 +76,7 @@ ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
 # Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, a quarter of a
 # second for 256 of a small one on the stand-in, which beyond that outgrow its cache.
 BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 256}
+PR_SET_PDEATHSIG = 1
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
 
@@ -85,9 +93,10 @@ class EngineJob(msgspec.Struct, frozen=True):
 # -- options -------------------------------------------------------------------------------------
 
 
-def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
+def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[EngineConfig, ModelSpec]:
     """Settle every "auto" and check what can be checked before anything is started.
 
+    to_measure: for a profile, so without regard to one.
     Raises `ConfigError`, `ModelError` or `HardwareError`, each naming what to change.
     """
     source = resolve_source(options.model)
@@ -151,6 +160,9 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         host_weights=options.host_weights == "auto",
         seed=options.seed,
     )
+    if not to_measure:
+        config = settle(options, config, fingerprint_of(config, spec), weight_bytes)
+        pages = config.host_pages
     logger.info(
         "%s: %s, %s on %s; pages of %d tokens (%s); host KV %s = %d tokens; CPU engine on cores %s",
         options.model, spec.architecture, dtype, device, options.page_tokens,
@@ -160,7 +172,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
     return config, spec
 
 
-def _route(options: EngineOptions, device: Device) -> CpuRoute:
+def _route(options: EngineOptions, device: Device) -> Route:
     """Local is the default while nobody has measured what assisted iterations cost the GPU."""
     route = options.cpu_route
     if route == "auto":
@@ -168,6 +180,12 @@ def _route(options: EngineOptions, device: Device) -> CpuRoute:
     if route != "local" and device == "cuda":
         raise HardwareError(f"--cpu-route {route}: the GPU engine does not assist on CUDA")
     return route
+
+
+def fingerprint_of(config: EngineConfig, spec: ModelSpec) -> Fingerprint:
+    """What a profile must have been measured on, to hold for this configuration."""
+    isa = supported_isas()[-1] if config.cpu_isa == "auto" else config.cpu_isa
+    return take_fingerprint(config, spec, isa)
 
 
 def _device(options: EngineOptions) -> Device:
@@ -208,7 +226,7 @@ class Server:
         if config.cpu_route != "local":
             mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
         descriptors = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
-        supervisor = _supervisor(config, arena_fd, mailbox_fd)
+        supervisor = _supervisor(options, config, arena_fd, mailbox_fd)
         starting = asyncio.ensure_future(supervisor.start())
         inbox: asyncio.Task[None] | None = None
         try:
@@ -217,6 +235,8 @@ class Server:
             engines: tuple[EngineName, ...] = (GPU, CPU) if config.host_pages else (GPU,)
             frontend = Frontend(tokenizer, limits, supervisor.port.send, engines=engines)
             supervisor.on_exit = frontend.engine_down
+            supervisor.on_hang = frontend.metrics.engine_hung
+            supervisor.on_host_gone = frontend.host_gone
             supervisor.on_gpu_death = frontend.fail_all
             inbox = asyncio.ensure_future(_dispatch(supervisor, frontend))
             await starting
@@ -260,14 +280,17 @@ def _mailbox_layout(config: EngineConfig, spec: ModelSpec) -> Layout:
     return mailbox_layout(spec, config.dtype, config.max_num_seqs, config.max_model_len)
 
 
-def _supervisor(config: EngineConfig, arena_fd: int | None, mailbox_fd: int | None) -> Supervisor:
+def _supervisor(
+    options: EngineOptions, config: EngineConfig, arena_fd: int | None, mailbox_fd: int | None
+) -> Supervisor:
     def command(launch: Launch) -> list[str]:
         level = logging.getLogger().getEffectiveLevel()
         job = EngineJob(launch, config, arena_fd, mailbox_fd, level)
         return [sys.executable, "-m", "dualpace.cli.engine", msgspec.json.encode(job).decode()]
 
     pass_fds = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
-    return Supervisor(command, pass_fds, config.host_pages)
+    timeouts = Timeouts(options.engine_timeout, options.step_timeout)
+    return Supervisor(command, pass_fds, config.host_pages, timeouts)
 
 
 async def _dispatch(supervisor: Supervisor, frontend: Frontend) -> None:
@@ -293,7 +316,9 @@ def run_engine(job_text: str) -> None:
     job = msgspec.json.decode(job_text, type=EngineJob)
     launch, config = job.launch, job.config
     logging.getLogger().setLevel(job.log_level)
-    _die_with_parent(launch.lifeline)
+    _die_with_parent(launch)
+    if launch.name == CPU:
+        _die_before_others()
     logger.info("%s engine: loading %s", launch.name, config.model)
     started = time.monotonic()
     try:
@@ -315,7 +340,8 @@ def run_engine(job_text: str) -> None:
             launch.name, time.monotonic() - started, ready.kv_tokens,
         )  # fmt: skip
         depth = config.steps_in_flight if launch.name == GPU else 1
-        EngineLoop(scheduler, executor, port, time.monotonic, depth).run()
+        beat = Heartbeat(launch.heartbeat)
+        EngineLoop(scheduler, executor, port, time.monotonic, depth, beat).run()
     except Exception as error:
         Path(launch.error_file).write_text(f"{type(error).__name__}: {error}")
         raise
@@ -332,7 +358,7 @@ def _build_gpu(
     bar: bool = False,
 ) -> tuple[Scheduler, Executor, EngineReady]:
     executor = _gpu_executor(config, arena, wake, mailbox_fd, bar)
-    policy = make_policy(config.policy, config.max_num_seqs)
+    policy = _policy(config, load_spec(resolve_source(config.model)))
     scheduler = GpuScheduler(
         policy,
         executor.gpu_pages,
@@ -400,7 +426,7 @@ def _build_cpu(
     executor = CpuExecutor(
         model, arena, config.page_tokens, wake, route=lambda batch: config.cpu_route
     )
-    policy = make_policy(config.policy, config.max_num_seqs)
+    policy = _policy(config, spec)
     scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     tokens = config.host_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)
@@ -413,6 +439,11 @@ def _open_mailbox(
     if descriptor is None:
         return None
     return open_mailbox(descriptor, _mailbox_layout(config, spec), side)
+
+
+def _policy(config: EngineConfig, spec: ModelSpec) -> Policy:
+    rules = host_rules(config, spec.num_parameters * ELEMENT_BYTES[config.dtype])
+    return make_policy(config.policy, config.max_num_seqs, rules, config.gpu_itl_target)
 
 
 def profile_executors(config: EngineConfig) -> Generator[tuple[str, Executor, int], None]:
@@ -450,11 +481,21 @@ def _checkpoint(
     return spec, with_progress(weights, total, f"{engine} engine", bar=bar)
 
 
-def _die_with_parent(lifeline: int) -> None:
-    """Exit at once when the parent's end of the lifeline closes, whatever this process does."""
+def _die_with_parent(launch: Launch) -> None:
+    """Exit at once when the parent's end of the lifeline closes, whatever this process does, and
+    leave no runtime directory behind."""
+    # Were this process stopped, it would not see the pipe close.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
     def watch() -> None:
-        os.read(lifeline, 1)
+        os.read(launch.lifeline, 1)
+        remove_runtime(Path(launch.error_file).parent)
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _die_before_others() -> None:
+    """Where memory runs out, the kernel shall take the engine that can be done without."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500")

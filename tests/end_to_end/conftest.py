@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dualpace.assist.mailbox import create_mailbox, mailbox_layout, open_mailbox
-from dualpace.core.config import CpuRoute, DType, EngineConfig
+from dualpace.core.config import DType, EngineConfig
 from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import CPU, FRONTEND, GPU, PeerUp, Submit, TokenEvent, Tokens
-from dualpace.core.plan import Batch, Executor
+from dualpace.core.plan import Batch, Executor, Route
 from dualpace.core.request import RequestState
 from dualpace.cpu.executor import CpuExecutor
 from dualpace.cpu.model import CpuModel
@@ -87,7 +87,7 @@ class Engines:
             seed=0,
         )
         arena = bytearray(host_pages * page_bytes)
-        self.route: Callable[[Batch], CpuRoute] = lambda batch: "local"
+        self.route: Callable[[Batch], Route] = lambda batch: "local"
         cpu_end = gpu_end = None
         if gpu == "torch":
             layout = mailbox_layout(spec, dtype, 256, spec.max_position_embeddings)

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from dualpace.core.config import CpuRoute
-from dualpace.core.plan import Batch
+from dualpace.core.plan import Batch, Route
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
 from dualpace.policy.chunks import prefill_budget, prefill_chunks
 from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView
 
 STEPS = 24
-ROUTES: dict[str, tuple[CpuRoute, ...]] = {
+ROUTES: dict[str, tuple[Route, ...]] = {
     "one slot": ("assist",),
     "two slots": ("assist2",),
     "switching": ("assist2", "local", "assist", "local", "assist2", "assist"),
@@ -43,16 +42,16 @@ class HostPolicy:
 class Routes:
     """Takes turns between routes, and remembers what was asked."""
 
-    def __init__(self, routes: tuple[CpuRoute, ...]) -> None:
+    def __init__(self, routes: tuple[Route, ...]) -> None:
         self._next = cycle(routes)
-        self.taken: list[CpuRoute] = []
+        self.taken: list[Route] = []
 
-    def __call__(self, batch: Batch) -> CpuRoute:
+    def __call__(self, batch: Batch) -> Route:
         self.taken.append(next(self._next))
         return self.taken[-1]
 
 
-def decode(engines: Any, states: list[RequestState], routes: tuple[CpuRoute, ...]) -> Any:
+def decode(engines: Any, states: list[RequestState], routes: tuple[Route, ...]) -> Any:
     engines.route = Routes(routes)
     run = engines.run(HostPolicy(), states)
     assert set(engines.route.taken) == set(routes)
@@ -67,7 +66,7 @@ def engines_of(make_torch_engines: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("routes", ROUTES.values(), ids=list(ROUTES))
 def test_greedy_tokens_equal_transformers(
-    checkpoint: Any, routes: tuple[CpuRoute, ...], engines_of: Callable[..., Any]
+    checkpoint: Any, routes: tuple[Route, ...], engines_of: Callable[..., Any]
 ) -> None:
     params = DecodeParams(max_tokens=STEPS)
     states = [
@@ -81,7 +80,7 @@ def test_greedy_tokens_equal_transformers(
 
 @pytest.mark.parametrize("routes", ROUTES.values(), ids=list(ROUTES))
 def test_sampling_rules_and_logprobs_are_those_of_the_local_route(
-    smollm2: Any, routes: tuple[CpuRoute, ...], engines_of: Callable[..., Any]
+    smollm2: Any, routes: tuple[Route, ...], engines_of: Callable[..., Any]
 ) -> None:
     rules: list[dict[str, Any]] = [
         {},
@@ -128,7 +127,7 @@ class Failing:
 
 @pytest.mark.parametrize("route", ["assist", "assist2"])
 def test_iterations_that_fail_midway_change_no_token(
-    tiny: Any, route: CpuRoute, engines_of: Callable[..., Any]
+    tiny: Any, route: Route, engines_of: Callable[..., Any]
 ) -> None:
     params = DecodeParams(max_tokens=STEPS)
     states = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import signal
 import sys
@@ -11,5 +12,6 @@ from dualpace.wiring import run_engine
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # the supervisor asks an engine that hangs where
     set_up_logging(logging.INFO)
     run_engine(sys.argv[1])

@@ -94,6 +94,31 @@ class EngineFlags:
         bool | None,
         typer.Option(help="Plan a GPU step while the one before it runs. Default: on a GPU."),
     ] = DEFAULTS["async_scheduling"]
+    engine_timeout: Annotated[
+        float, typer.Option(help="Seconds without a sign of life until an engine is restarted.")
+    ] = DEFAULTS["engine_timeout"]
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds that one step may take until its engine is restarted.")
+    ] = DEFAULTS["step_timeout"]
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="A profile's .json file; auto for the stored one of this machine and model, if "
+            "there is one; none for rules that need none."
+        ),
+    ] = DEFAULTS["profile"]
+    cpu_itl_target: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a token may take on the CPU engine. Default: from the profile."
+        ),
+    ] = DEFAULTS["cpu_itl_target"]
+    gpu_itl_target: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a GPU step with decodes may take: paces prompts. Default: no limit."
+        ),
+    ] = DEFAULTS["gpu_itl_target"]
     seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = DEFAULTS["seed"]
 
     def options(self, model: str) -> EngineOptions:

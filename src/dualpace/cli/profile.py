@@ -33,15 +33,13 @@ from dualpace.cli.replays import today
 from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.messages import GPU
 from dualpace.core.plan import Tier
-from dualpace.policy.cost_model import OPERATIONS, Operation, Point
-from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
+from dualpace.policy.cost_model import OPERATIONS, PARTS, Operation, Point
+from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.probes import Room, plan_points, probe
+from dualpace.profile.shipped import open_profile, shipped_names
 from dualpace.profile.table import Profile, find, load, path_of, save
 
 STANDIN_KV_TOKENS = 8192  # in which to measure a stand-in that would get no KV room by default
-SIZE_NAMES: dict[Operation, str] = {
-    "cpu_iteration": "rows", "gpu_decode": "rows", "gpu_prefill": "tokens",
-}  # fmt: skip
 
 profile_app = typer.Typer(
     help="Measure what steps of a model take on this machine.", no_args_is_help=True
@@ -87,14 +85,16 @@ def run(
 
 @profile_app.command()
 def show(
-    model: Annotated[str, typer.Argument(help="What was measured, or a profile's .json file.")],
+    model: Annotated[
+        str, typer.Argument(help="What was measured, a profile's .json file or shipped name.")
+    ],
     cpu_cores: CpuCores = None,
 ) -> None:
     """Print the stored profile of MODEL on this machine, or the one in a file."""
     set_up_logging(logging.WARNING)
     with explained():
-        if model.endswith(".json"):
-            _show(load(Path(model)))
+        if model.endswith(".json") or model in shipped_names():
+            _show(open_profile(model))
         else:
             options = EngineOptions(model=model, cpu_cores=cpu_cores)
             _show(find(_resolve(options)[1]))
@@ -174,12 +174,10 @@ def _operations(engine: str, pages: int, config: EngineConfig) -> Iterator[tuple
 
 
 def _resolve(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]:
-    from dualpace.cpu._native import supported_isas
-    from dualpace.wiring import resolve
+    from dualpace.wiring import fingerprint_of, resolve
 
-    config, spec = resolve(options)
-    isa = supported_isas()[-1] if config.cpu_isa == "auto" else config.cpu_isa
-    return config, take_fingerprint(config, spec, isa)
+    config, spec = resolve(options, to_measure=True)
+    return config, fingerprint_of(config, spec)
 
 
 def _show(profile: Profile) -> None:
@@ -189,7 +187,9 @@ def _show(profile: Profile) -> None:
         f"{profile.fingerprint.hardware}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
-    for operation in OPERATIONS:
+    if profile.note:
+        console.print(profile.note, markup=False, highlight=False, soft_wrap=True)
+    for operation in (*OPERATIONS, *PARTS):
         points = [point for point in profile.points if point.operation == operation]
         if points:
             console.print(_table(operation, points))
@@ -197,14 +197,15 @@ def _show(profile: Profile) -> None:
 
 def _table(operation: Operation, points: list[Point]) -> Table:
     """Sizes down, contexts across, milliseconds in the cells."""
-    title = f"{operation}: ms by {SIZE_NAMES[operation]} and tokens of context"
+    size = "tokens" if operation == "gpu_prefill" else "rows"
+    title = f"{operation}: ms by {size} and tokens of context"
     table = Table(title=title, title_justify="left")
     contexts = sorted({point.context for point in points})
-    table.add_column(SIZE_NAMES[operation], justify="right")
+    table.add_column(size, justify="right")
     for context in contexts:
         table.add_column(str(context), justify="right")
     seconds = {(point.size, point.context): point.seconds for point in points}
-    for size in sorted({point.size for point in points}):
-        cells = (seconds.get((size, context)) for context in contexts)
-        table.add_row(str(size), *("" if cell is None else f"{cell * 1e3:.4g}" for cell in cells))
+    for rows in sorted({point.size for point in points}):
+        cells = (seconds.get((rows, context)) for context in contexts)
+        table.add_row(str(rows), *("" if cell is None else f"{cell * 1e3:.4g}" for cell in cells))
     return table

@@ -7,19 +7,18 @@ default (the command line takes its own from here). `EngineConfig` is what the e
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
 
 from dualpace.core.errors import ConfigError
+from dualpace.core.plan import Route
 
 Device = Literal["cuda", "cpu"]
 DType = Literal["bfloat16", "float32"]
-# Who computes the dense part of the CPU engine's iterations: itself, or the GPU engine in one
-# micro-batch or in two.
-CpuRoute = Literal["local", "assist", "assist2"]
-PolicyName = Literal["dualpace", "gpu-only"]
-POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")
+PolicyName = Literal["dualpace", "gpu-only", "gated"]
+POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")  # that the engines run; the simulator runs all
 ISAS: tuple[str, ...] = ("auto", "portable", "avx2", "avx512", "avx512_bf16")
 DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
@@ -52,6 +51,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     page_tokens: int = 32
     async_scheduling: bool | None = None
+    engine_timeout: float = 30.0  # seconds for a turn of an engine's loop before it counts as hung
+    step_timeout: float = 300.0  # seconds for one step or copy before the engine counts as hung
+    profile: str = "auto"
+    cpu_itl_target: float | None = None
+    gpu_itl_target: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,12 +81,25 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if number is not None and number < least:
                 raise ConfigError(f"--{flag} must be at least {least}, got {number}")
+        # A loop that has nothing to do turns once a second.
+        for flag, seconds, least in (
+            ("engine-timeout", self.engine_timeout, 2),
+            ("step-timeout", self.step_timeout, 1),
+        ):
+            if not seconds >= least:
+                raise ConfigError(f"--{flag} must be at least {least} seconds, got {seconds:g}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
         if self.host_weights == "none" and self.cpu_route == "local":
             raise ConfigError("--cpu-route local needs weights on the host: --host-weights auto")
+        for flag, target in (
+            ("cpu-itl-target", self.cpu_itl_target),
+            ("gpu-itl-target", self.gpu_itl_target),
+        ):
+            if target is not None and not 0.0 < target < math.inf:
+                raise ConfigError(f"--{flag} must be a positive number of seconds, got {target}")
         if self.host_kv_size != "auto":
             parse_size(self.host_kv_size, "host-kv-size")
 
@@ -107,9 +124,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_pages: int
     cpu_ids: tuple[int, ...]  # cores of the CPU engine's thread pool, in order of use
     cpu_isa: str
-    cpu_route: CpuRoute
+    cpu_route: Route
     host_weights: bool  # does the CPU engine have weights? Without them it needs the GPU engine's
     seed: int
+    profile_file: str | None = None  # None: nothing was measured
+    cpu_itl_target: float | None = None  # seconds; None: rows alone bound the CPU batch
+    gpu_itl_target: float | None = None  # seconds; None: a step's tokens alone bound its prompts
 
 
 def parse_size(text: str, flag: str) -> int:

@@ -9,10 +9,10 @@ speaks of a dead one is dropped by the receiver. Messages between two processes 
     frontend -> both          Abort
     either engine -> frontend Tokens, Failed, EngineReady, EngineStats
     GPU -> frontend           Lost
-    GPU -> CPU                Reserve, Cancel, Handoff, Recall, Loaded
+    GPU -> CPU                Reserve, Cancel, Handoff, Recall, Loaded, Usable, GpuLoad
     CPU -> GPU                Grant, Deny, Release, KeepRow, Return, HostReport
     engine <-> engine         Gone
-    supervisor -> GPU         PeerUp, PeerDown (answered with PeerDrained)
+    supervisor -> GPU         PeerUp, PeerDown (answered with PeerDrained), HostGone
     supervisor -> both        Shutdown
 """
 
@@ -166,6 +166,14 @@ class Usable(Message, frozen=True):
     pages: int
 
 
+class GpuLoad(Message, frozen=True):
+    """How many tokens one more second of the GPU would yield, and the share of its time that goes
+    into prompts. Sent when it has changed by a tenth."""
+
+    token_rate: float
+    prefill_share: float
+
+
 # -- CPU engine to GPU engine --------------------------------------------------------------------
 
 
@@ -249,6 +257,10 @@ class PeerDown(Message, frozen=True):
     generation: int
 
 
+class HostGone(Message, frozen=True):
+    """Nobody counts on another CPU engine: no request shall wait for host pages until a PeerUp."""
+
+
 class PeerDrained(Message, frozen=True):
     """GPU engine to supervisor: no step or copy touches the dead generation's pages any more."""
 
@@ -261,9 +273,9 @@ class Shutdown(Message, frozen=True):
 
 AnyMessage = (
     Submit | Abort | Tokens | Failed | Lost | EngineReady | EngineStats
-    | Reserve | Cancel | Handoff | Recall | Loaded | Usable
+    | Reserve | Cancel | Handoff | Recall | Loaded | Usable | GpuLoad
     | Grant | Deny | Release | KeepRow | Return | HostReport
-    | Gone | PeerUp | PeerDown | PeerDrained | Shutdown
+    | Gone | PeerUp | PeerDown | HostGone | PeerDrained | Shutdown
 )  # fmt: skip
 
 

@@ -15,6 +15,9 @@ from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.sampling import DecodeParams
 
 Tier = Literal["gpu", "host"]
+# Who does the dense work of a CPU iteration: the host itself, or the GPU for one batch or for two
+# halves in turn, of which the host attends to one while the GPU works on the other.
+Route = Literal["local", "assist", "assist2"]
 
 # In place of the token that the row has sampled in the step launched just before, which nobody on
 # the host knows yet.
@@ -61,10 +64,14 @@ class BatchRow(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One step of one engine. `number` counts the engine's steps from 1."""
+    """One step of one engine. `number` counts the engine's steps from 1; `route` is a CPU
+    iteration's; from row `second_half` on, the rows of a gated step take turns with those before.
+    """
 
     number: int
     rows: tuple[BatchRow, ...]
+    route: Route = "local"
+    second_half: int | None = None
 
     @property
     def num_tokens(self) -> int:

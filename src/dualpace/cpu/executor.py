@@ -11,9 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from dualpace.core.config import CpuRoute
 from dualpace.core.errors import EngineError
-from dualpace.core.plan import Batch, CopyJob, StepResult, Ticket
+from dualpace.core.plan import Batch, CopyJob, Route, StepResult, Ticket
 from dualpace.cpu import _native
 from dualpace.cpu.memory import ArenaPreparer
 from dualpace.cpu.model import CpuModel
@@ -33,7 +32,7 @@ class CpuExecutor:
         arena: _native.Memory,
         page_tokens: int,
         wake: Callable[[], None],
-        route: Callable[[Batch], CpuRoute] = lambda batch: "local",
+        route: Callable[[Batch], Route] = lambda batch: "local",
     ) -> None:
         self._model = model
         self._arena = arena

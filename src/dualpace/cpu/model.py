@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dualpace.assist.mailbox import Mailbox
-from dualpace.core.config import CpuRoute, DType, format_size
+from dualpace.core.config import DType, format_size
 from dualpace.core.errors import ConfigError, HardwareError, ModelError
 from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.model_spec import ModelSpec
-from dualpace.core.plan import BatchRow, StepResult
+from dualpace.core.plan import BatchRow, Route, StepResult
 from dualpace.cpu import _native
 from dualpace.cpu.assisted import AssistedDecoder
 from dualpace.cpu.sampling import logprobs_buffer, ragged, read_logprobs, sampling_arrays
@@ -119,7 +119,7 @@ class CpuModel:
         arena: _native.Memory,
         page_tokens: int,
         *,
-        route: CpuRoute = "local",
+        route: Route = "local",
         return_logits: bool = False,
     ) -> Decoded:
         """Run one iteration, one new token per row, and sample every row. Releases the GIL.

@@ -153,8 +153,19 @@ class TorchAssistService:
             SampleRow(DecodeParams(temperature=temperature, seed=seed), position)
             for temperature, seed, position in zip(temperatures, seeds, positions, strict=True)
         ]
-        encoded = self._mailbox.area(slot, "rules")[:rules_bytes].tobytes()
-        for rules in decode_rules(encoded):
-            position = positions[rules.index]
-            asked[rules.index] = SampleRow(rules.params, position, rules.banned_ids, rules.history)
+        for index, row in special_rows(self._mailbox, at, slot, rules_bytes).items():
+            asked[index] = row
         return asked
+
+
+def special_rows(
+    mailbox: Mailbox, at: SlotTensors, slot: int, rules_bytes: int
+) -> dict[int, SampleRow]:
+    """The slot's rows that ask for more than temperature and noise, by index, in order."""
+    encoded = mailbox.area(slot, "rules")[:rules_bytes].tobytes()
+    return {
+        rules.index: SampleRow(
+            rules.params, int(at.positions[rules.index]) + 1, rules.banned_ids, rules.history
+        )
+        for rules in decode_rules(encoded)
+    }

@@ -24,7 +24,7 @@ from dualpace.core.errors import (
 )
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob, StepResult
-from dualpace.gpu.assist_service import AssistService, TorchAssistService
+from dualpace.gpu.assist_service import AssistService
 from dualpace.gpu.gate import release_cache, synchronize
 from dualpace.gpu.runner import LaunchedStep, ModelRunner
 from dualpace.models.tensors import Weight
@@ -71,16 +71,17 @@ class TorchExecutor:
             self._runner: ModelRunner | None = self._worker.submit(
                 _without_gradients, partial(ModelRunner, config, spec, weights, arena, wake)
             ).result()
+            self._assist: AssistService | None = None
+            if mailbox is not None:
+                self._assist = self._worker.submit(
+                    _without_gradients, partial(self._runner.assist, mailbox)
+                ).result()
         except StepTooLargeError as error:
             self._shut_down()
             raise HardwareError(f"the model does not fit the GPU: {error}") from error
         except BaseException:
             self._shut_down()
             raise
-        self._assist: AssistService | None = None
-        if mailbox is not None:
-            weights_there = self._runner.weights
-            self._assist = TorchAssistService(mailbox, weights_there, spec, config.gpu_threads)
 
     @property
     def gpu_pages(self) -> int:

@@ -32,7 +32,10 @@ class GpuOnlyPolicy:
         unclaimed = budget - sum(row.remaining for row in prefilling)
         for row in view.waiting if not preempt else ():
             pages = pages_for(row.tokens + 1, view.page_tokens)
-            if pages > free or seats <= 0 or unclaimed <= 0:
+            # Who is let into the last pages will soon be recomputed: each resident keeps one to
+            # grow into. Alone, a request may have them all.
+            growth = len(decoding) + len(prefilling)
+            if pages + growth > free or seats <= 0 or unclaimed <= 0:
                 break
             free -= pages
             seats -= 1

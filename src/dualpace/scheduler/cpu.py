@@ -19,6 +19,7 @@ from dualpace.core.messages import (
     Cancel,
     Deny,
     Failed,
+    GpuLoad,
     Grant,
     Handoff,
     HostReport,
@@ -31,7 +32,7 @@ from dualpace.core.messages import (
     Usable,
     token_event,
 )
-from dualpace.core.plan import Batch, BatchRow, CopyJob, StepResult
+from dualpace.core.plan import Batch, BatchRow, CopyJob, Route, StepResult
 from dualpace.core.request import RequestState
 from dualpace.kv.pages import BlockTable, PagePool, pages_for
 from dualpace.policy.view import CpuView, Policy, RowView
@@ -44,11 +45,15 @@ REPORTED_LENGTHS = 16  # rows whose length each HostReport names
 
 @dataclass(eq=False)
 class HostRow:
-    """A request that the CPU engine decodes. All its tokens but the last have KV."""
+    """A request that the CPU engine decodes. All its tokens but the last have KV.
+
+    step: the iteration that it takes part in; last_step: the last one it took part in, 0 for none.
+    """
 
     state: RequestState
     table: BlockTable
     step: int | None = None
+    last_step: int = 0
     history: TokenHistory = field(default_factory=TokenHistory)
 
     @property
@@ -78,6 +83,8 @@ class CpuScheduler(SchedulerBase):
         self.rows: dict[str, HostRow] = {}
         self.grants: dict[str, Claim] = {}
         self.loads: dict[str, Claim] = {}
+        self.route: Route = "local"  # of the last iteration
+        self.gpu_load = GpuLoad(0.0, 0.0)
         self._reported: tuple[int, int, int] | None = None
         self._failed_assists = 0  # in a row
 
@@ -95,6 +102,8 @@ class CpuScheduler(SchedulerBase):
                 self._recall(body)
             case Loaded():
                 self._drop_claim(self.loads, body.request_id, body.epoch)
+            case GpuLoad():
+                self.gpu_load = body
             case Usable():
                 self.pool.extend(min(body.pages, self.pages))
             case _:
@@ -181,9 +190,10 @@ class CpuScheduler(SchedulerBase):
         if not parts:
             return None
         self.steps += 1
-        batch = Batch(self.steps, tuple(self._batch_row(row) for row in parts))
+        self.route = decision.route
+        batch = Batch(self.steps, tuple(self._batch_row(row) for row in parts), self.route)
         for row in parts:
-            row.step = batch.number
+            row.step = row.last_step = batch.number
         self.hold_for_step(batch.number, (row.table for row in parts))
         return batch
 
@@ -203,9 +213,13 @@ class CpuScheduler(SchedulerBase):
                     row.computed,
                     len(row.table),
                     "host",
+                    row.last_step,
                 )
                 for row in rows
             ),
+            route=self.route,
+            token_rate=self.gpu_load.token_rate,
+            prefill_share=self.gpu_load.prefill_share,
         )
 
     def _send_back(self, row: HostRow) -> None:

@@ -72,8 +72,9 @@ def create_app(
         return _model(service, service.check_model(name))
 
     @app.get("/health")
-    async def health() -> Response:
-        return Response()
+    async def health() -> dict[str, Any]:
+        status = "degraded" if frontend.given_up else "ok"
+        return {"status": status, "given_up": frontend.given_up}
 
     @app.get("/ready")
     async def ready() -> Response:

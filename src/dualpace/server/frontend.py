@@ -89,18 +89,24 @@ class Frontend:
         self._capacity: dict[EngineName, int] = {}  # tokens of KV, by engine
         self._up: set[EngineName] = set()
         self._seen: set[EngineName] = set()
+        self._given_up: set[EngineName] = set()
 
     # -- readiness -------------------------------------------------------------------------------
 
     @property
     def missing(self) -> list[EngineName]:
-        """Engines that do not answer now."""
-        return [engine for engine in self._engines if engine not in self._up]
+        """Engines that do not answer now, those apart that the server goes on without."""
+        return [engine for engine in self._needed if engine not in self._up]
+
+    @property
+    def given_up(self) -> list[EngineName]:
+        """Engines that the server goes on without; if one answers again, it is welcome."""
+        return sorted(self._given_up)
 
     @property
     def accepting(self) -> bool:
         """True while requests are taken: one engine's absence is bridged once both were there."""
-        return "gpu" in self._up and all(engine in self._capacity for engine in self._engines)
+        return "gpu" in self._up and all(engine in self._capacity for engine in self._needed)
 
     @property
     def kv_tokens(self) -> Mapping[EngineName, int]:
@@ -112,10 +118,20 @@ class Frontend:
         """Most tokens of a request, prompt and output: what the model allows and a pool holds."""
         return min(self.limits.max_model_len, max(self._capacity.values()))
 
+    @property
+    def _needed(self) -> list[EngineName]:
+        return [engine for engine in self._engines if engine not in self._given_up]
+
     def engine_down(self, engine: EngineName) -> None:
         """The engine died and will be started again; its requests come back as `Lost`."""
         self._up.discard(engine)
         self.metrics.engine_down(engine)
+
+    def host_gone(self) -> None:
+        """There is no CPU engine and none to count on: its pool holds nothing from now on."""
+        self._given_up.add(CPU)
+        self._capacity.pop(CPU, None)
+        self.metrics.engine_given_up(CPU)
 
     def fail_all(self, reason: str) -> None:
         """No engine answers any more: every stream ends with an `EngineError`."""
@@ -252,6 +268,7 @@ class Frontend:
             )
         if size + 1 > max(self._capacity.values()):
             held = ", ".join(f"{name} {tokens}" for name, tokens in self._capacity.items())
+            held += "".join(f", {name} is down" for name in self.given_up)
             raise CapacityError(
                 f"the prompt has {size} tokens and needs KV room for {size + 1}, "
                 f"more than any pool has (tokens: {held})",
@@ -288,6 +305,7 @@ class Frontend:
             case EngineReady(kv_tokens=kv_tokens):
                 self._capacity[engine] = kv_tokens
                 self._up.add(engine)
+                self._given_up.discard(engine)
                 self.metrics.engine_up(engine, again=engine in self._seen)
                 self._seen.add(engine)
             case EngineStats() as stats:

@@ -42,11 +42,15 @@ class Metrics:
         self._pages_total = self._gauge("kv_pages_total", "KV pages")
         self._up = self._gauge("engine_up", "1 while the engine answers")
         self._restarts = self._counter("engine_restarts", "Starts of the engine after its first")
+        self._hangs = self._counter("engine_hangs", "Times that the engine was killed as it hung")
+        self._given_up = self._gauge("engine_given_up", "1 while the server goes on without it")
         self._steps = self._counter("engine_steps", "Iterations of the engine")
         self._moves = self._counter("moves", "Requests moved between tiers", "kind")
         for engine in ENGINES:  # so that a rate has a zero to start from
-            for family in (self._tokens, self._up, self._restarts, self._steps):
-                family.labels(engine)
+            for counter in (self._tokens, self._restarts, self._hangs, self._steps):
+                counter.labels(engine)
+            for gauge in (self._up, self._given_up):
+                gauge.labels(engine)
 
     def first_token(self, engine: EngineName, seconds: float) -> None:
         self._tokens.labels(engine).inc()
@@ -64,6 +68,7 @@ class Metrics:
     def engine_up(self, engine: EngineName, again: bool) -> None:
         """The engine answers; `again` if it did before in this server's life."""
         self._up.labels(engine).set(1)
+        self._given_up.labels(engine).set(0)
         self._last_stats.pop(engine, None)  # its counters start from zero
         if again:
             self._restarts.labels(engine).inc()
@@ -71,6 +76,13 @@ class Metrics:
     def engine_down(self, engine: EngineName) -> None:
         for gauge in (self._up, self._running, self._waiting, self._pages_free):
             gauge.labels(engine).set(0)
+
+    def engine_hung(self, engine: EngineName) -> None:
+        self._hangs.labels(engine).inc()
+
+    def engine_given_up(self, engine: EngineName) -> None:
+        """The server goes on without it until it answers again."""
+        self._given_up.labels(engine).set(1)
 
     def engine_stats(self, engine: EngineName, stats: EngineStats) -> None:
         self._running.labels(engine).set(stats.rows)
