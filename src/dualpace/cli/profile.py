@@ -183,7 +183,7 @@ def _resolve(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]:
 def _show(profile: Profile) -> None:
     console = Console()
     console.print(
-        f"{profile.model}, {profile.fingerprint.dtype}, measured {profile.date} on "
+        f"{profile.model}, {profile.fingerprint.dtype}, {profile.date}, on "
         f"{profile.fingerprint.hardware}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
