@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from dualpace.cli import profile as cli
 from dualpace.core.plan import Executor
-from dualpace.policy.cost_model import OPERATIONS, Operation, Point
+from dualpace.policy.cost_model import OPERATIONS, Operation, Point, TableCostModel
+from dualpace.profile.check import predict
 from dualpace.profile.probes import Room
 from dualpace.profile.table import load
 
@@ -56,6 +58,38 @@ def test_both_engines_are_measured_stored_and_shown(model: str, cache: Path) -> 
         result = CliRunner().invoke(cli.profile_app, ["show", argument, "--cpu-cores", "1"])
         assert result.exit_code == 0, result.output
         assert all(f"{operation}: ms by" in result.output for operation in OPERATIONS)
+
+
+def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
+    model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert CliRunner().invoke(cli.profile_app, run(model)).exit_code == 0
+    profile = load(stored(cache)[0])
+    costs = TableCostModel(profile.points)
+    asked: list[tuple[int, int]] = []
+
+    def check(factor: float) -> tuple[int, str]:
+        def probe(
+            operation: Operation,
+            executor: Executor,
+            room: Room,
+            seconds: float,
+            points: list[tuple[int, int]],
+        ) -> Iterator[Point]:
+            asked.extend(points)
+            for size, context in points:
+                point = Point(operation, size, context, 1.0)
+                yield msgspec.structs.replace(point, seconds=factor * predict(costs, point).seconds)
+
+        monkeypatch.setattr(cli, "probe", probe)
+        result = CliRunner().invoke(cli.profile_app, ["check", *run(model)[1:]])
+        return result.exit_code, result.output
+
+    assert check(1.05)[0] == 0
+    assert not {*asked} & {(point.size, point.context) for point in profile.points}
+    code, output = check(1.5)
+    assert code == 1
+    assert "33.3%" in output
 
 
 def test_after_ctrl_c_new_points_are_kept_beside_the_old_ones(
