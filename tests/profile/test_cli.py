@@ -14,7 +14,7 @@ from dualpace.core.plan import Executor
 from dualpace.policy.cost_model import OPERATIONS, Operation, Point, TableCostModel
 from dualpace.profile.check import predict
 from dualpace.profile.probes import Room
-from dualpace.profile.table import load
+from dualpace.profile.table import load, save
 
 
 def run(model: str) -> list[str]:
@@ -48,7 +48,16 @@ def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
     tiny_model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 0
-    profile = load(stored(cache)[0])
+    profile = msgspec.structs.replace(
+        load(stored(cache)[0]),
+        points=tuple(
+            Point(operation, size, context, 0.01 + 1e-3 * size + 1e-5 * context)
+            for operation in OPERATIONS
+            for size in (1, 128)
+            for context in (0, 256)
+        ),
+    )
+    save(profile)
     costs = TableCostModel(profile.points)
     asked: list[tuple[int, int]] = []
 

@@ -80,7 +80,7 @@ def run(
             max_model_len=max_model_len,
             load_format=load_format,  # type: ignore[arg-type]  # checked by EngineOptions
         )
-        _show(measure_and_store(options, seconds))
+        _report(measure_and_store(options, seconds))
 
 
 def measure_and_store(options: EngineOptions, seconds: float) -> Profile:
@@ -95,9 +95,9 @@ def measure_and_store(options: EngineOptions, seconds: float) -> Profile:
         measured.run(config, seconds, console)
     except BaseException:
         if measured.points:
-            _show(_store(options.model, config, fingerprint, measured, console))
+            _report(_store(options.model, config, fingerprint, measured))
         raise
-    return _store(options.model, config, fingerprint, measured, console)
+    return _store(options.model, config, fingerprint, measured)
 
 
 @profile_app.command()
@@ -226,11 +226,7 @@ class _Measured:
 
 
 def _store(
-    model: str,
-    config: EngineConfig,
-    fingerprint: Fingerprint,
-    measured: _Measured,
-    console: Console,
+    model: str, config: EngineConfig, fingerprint: Fingerprint, measured: _Measured
 ) -> Profile:
     """Save; what an interrupted run did not reach stays as it was."""
     profile = Profile(
@@ -244,8 +240,7 @@ def _store(
     earlier = path_of(fingerprint)
     if not measured.complete and earlier.exists():
         profile = profile.keeping(load(earlier))
-    path = save(profile)
-    console.print(f"stored in {escape(str(path))}", soft_wrap=True)
+    save(profile)
     return profile
 
 
@@ -278,6 +273,13 @@ def _resolve(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]:
     return config, fingerprint_of(config, spec)
 
 
+def _report(profile: Profile) -> None:
+    """Print a profile just stored, and where it is."""
+    _show(profile)
+    place = escape(str(path_of(profile.fingerprint)))
+    Console(stderr=True).print(f"stored in {place}", soft_wrap=True)
+
+
 def _show(profile: Profile) -> None:
     console = Console()
     console.print(
@@ -297,7 +299,7 @@ def _table(operation: Operation, points: list[Point]) -> Table:
     """Sizes down, contexts across, milliseconds in the cells."""
     size = "tokens" if operation == "gpu_prefill" else "rows"
     title = f"{operation}: ms by {size} and tokens of context"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", min_width=len(title))
     contexts = sorted({point.context for point in points})
     table.add_column(size, justify="right")
     for context in contexts:

@@ -109,7 +109,11 @@ def _profile(asked: str, here: Fingerprint) -> tuple[Profile | None, Path | None
         require_same(profile.fingerprint, here)
         return profile, Path(asked)
     try:
-        return find(here), path_of(here)
+        profile = find(here)
     except ConfigError as error:
         logger.info("no profile: %s", error)
         return None, None
+    if not runnable(TableCostModel(profile.points), ROUTES):
+        logger.info("the stored profile has no CPU iterations: it is not used")
+        return None, None
+    return profile, path_of(here)
