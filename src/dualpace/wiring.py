@@ -58,7 +58,7 @@ from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
 from dualpace.policy.view import Policy
 from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
-from dualpace.profile.settle import host_rules, settle
+from dualpace.profile.settle import host_rules, lacks_profile, settle
 from dualpace.runtime import remove as remove_runtime
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
@@ -163,7 +163,9 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
     if not to_measure:
         config = settle(options, config, fingerprint_of(config, spec), weight_bytes)
         pages = config.host_pages
-    logger.info(
+    level = logging.DEBUG if to_measure else logging.INFO
+    logger.log(
+        level,
         "%s: %s, %s on %s; pages of %d tokens (%s); host KV %s = %d tokens; CPU engine on cores %s",
         options.model, spec.architecture, dtype, device, options.page_tokens,
         format_size(page_bytes), format_size(pages * page_bytes), pages * options.page_tokens,
@@ -219,6 +221,7 @@ class Server:
         Raises `ConfigError`, `ModelError`, `HardwareError`, or `EngineError` with an engine's own
         reason; then nothing is left running.
         """
+        await _profile_first(options)
         config, spec = resolve(options)
         arena_bytes = config.host_pages * config.page_bytes
         arena_fd = create_arena(arena_bytes) if arena_bytes else None
@@ -249,6 +252,27 @@ class Server:
         """End every stream, stop the engines, give memory back."""
         self.frontend.fail_all("the server is shutting down")
         await _stop(None, self._inbox, self.supervisor, self._descriptors)
+
+
+async def _profile_first(options: EngineOptions) -> None:
+    """Measure this machine and model for half a minute, if that is of use and was never done."""
+    if options.profile != "auto" or _device(options) != "cuda":
+        return
+    config, spec = resolve(options, to_measure=True)
+    if not lacks_profile(options, config, fingerprint_of(config, spec)):
+        return
+    logger.info("measuring for a profile first: half a minute, once (--profile none goes without)")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "dualpace.cli.quick_profile", msgspec.json.encode(options).decode()
+    )
+    try:
+        code = await process.wait()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    if code:
+        logger.warning("there is no profile: measuring ended with code %d; going on without", code)
 
 
 async def _stop(

@@ -211,7 +211,12 @@ def test_the_command_prints_the_benchmarks_report_marked_as_simulated(
     assert set(report["tokens_by_engine"]) == {"gpu"}
     assert "clipped to 2048 tokens" in report["load"]
 
-    for wrong in (["--policy", "gated"], ["--gpu-kv-tokens", "0", "--host-kv-tokens", "0"]):
+    for wrong in (
+        ["--policy", "other"],
+        ["--policy", "gated"],
+        ["--what-if", "luck=2x"],
+        ["--gpu-kv-tokens", "0", "--host-kv-tokens", "0"],
+    ):
         result = CliRunner().invoke(app, [*common, *wrong])
         assert result.exit_code == 2
         assert "error: " in result.output

@@ -63,6 +63,13 @@ def settle(
     return msgspec.structs.replace(config, policy="gpu-only", host_pages=0)
 
 
+def lacks_profile(options: EngineOptions, config: EngineConfig, fingerprint: Fingerprint) -> bool:
+    """True if a server with these options should be profiled first. On the stand-in it need not:
+    its host is all there is, whatever it can do."""
+    helped = config.policy == "dualpace" and config.host_pages > 0 and config.device == "cuda"
+    return helped and options.profile == "auto" and _profile("auto", fingerprint)[0] is None
+
+
 def host_rules(config: EngineConfig, weight_bytes: int) -> HostRules | None:
     """What `settle` has settled, for an engine's policy; None where rows alone bound the host."""
     profile = None if config.profile_file is None else load(Path(config.profile_file))
@@ -102,7 +109,11 @@ def _profile(asked: str, here: Fingerprint) -> tuple[Profile | None, Path | None
         require_same(profile.fingerprint, here)
         return profile, Path(asked)
     try:
-        return find(here), path_of(here)
+        profile = find(here)
     except ConfigError as error:
         logger.info("no profile: %s", error)
         return None, None
+    if not runnable(TableCostModel(profile.points), ROUTES):
+        logger.info("the stored profile has no CPU iterations: it is not used")
+        return None, None
+    return profile, path_of(here)
