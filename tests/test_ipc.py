@@ -62,19 +62,19 @@ def test_what_a_dead_cpu_engine_sent_is_dropped_and_its_successor_is_heard(ports
         engine.connect(GPU, ports.address(GPU))
     frontend.send(GPU, PeerUp(1, ports.address(CPU, 1), 8))
     heard(gpu, 1)
-    engines[0].send(GPU, Gone("a"))
-    assert heard(gpu, 1) == [Gone("a")]
+    engines[0].send(GPU, Gone("a", 0))
+    assert heard(gpu, 1) == [Gone("a", 0)]
     frontend.send(GPU, PeerDown(1))
     heard(gpu, 1)
-    engines[0].send(GPU, Gone("late"))
+    engines[0].send(GPU, Gone("late", 0))
     frontend.send(GPU, PeerUp(2, ports.address(CPU, 2), 8))
     heard(gpu, 1)
-    engines[0].send(GPU, Gone("later"))
-    engines[1].send(GPU, Gone("b"))
-    assert heard(gpu, 1) == [Gone("b")]
-    gpu.send(CPU, Gone("c"))
-    assert heard(engines[1], 1) == [Gone("c")]
+    engines[0].send(GPU, Gone("later", 0))
+    engines[1].send(GPU, Gone("b", 0))
+    assert heard(gpu, 1) == [Gone("b", 0)]
+    gpu.send(CPU, Gone("c", 0))
+    assert heard(engines[1], 1) == [Gone("c", 0)]
 
 
 def test_sending_to_nobody_is_harmless(ports: Ports) -> None:
-    ports.open(GPU).send(CPU, Gone("a"))
+    ports.open(GPU).send(CPU, Gone("a", 0))

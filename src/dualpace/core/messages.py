@@ -125,7 +125,10 @@ class EngineStats(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """May this request have host pages for `tokens` positions? Answered at once: Grant or Deny."""
+    """May this request have host pages for `tokens` positions? Answered at once: Grant or Deny.
+
+    Each question has an epoch of its own. The sender uses nothing that it had of an earlier one.
+    """
 
     request_id: str
     epoch: int
@@ -146,7 +149,10 @@ class Handoff(Message, frozen=True):
 
 
 class Recall(Message, frozen=True):
-    """Give the request back if its KV fits `room` tokens. Answered at once: Release or KeepRow."""
+    """Give the request back if its KV fits `room` tokens. Answered at once: Release or KeepRow.
+
+    May be sent again; with room for none it only asks whether the request is there.
+    """
 
     request_id: str
     epoch: int
@@ -178,7 +184,8 @@ class GpuLoad(Message, frozen=True):
 
 
 class Grant(Message, frozen=True):
-    """Host pages for a Reserve, in order of position."""
+    """Host pages for a Reserve, in order of position. Repeated now and then while they are kept for
+    the GPU engine, which answers with Cancel if it has no use for them."""
 
     request_id: str
     epoch: int
@@ -193,7 +200,8 @@ class Deny(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Answer to Recall: the committed state (epoch + 1) and the pages that hold its KV."""
+    """Answer to Recall: the committed state (epoch + 1) and the pages that hold its KV. Repeated
+    like a Grant, and answered with Loaded."""
 
     state: RequestState
     pages: list[int]
@@ -202,7 +210,7 @@ class Release(Message, frozen=True):
 class KeepRow(Message, frozen=True):
     """Answer to Recall: it stays here, having outgrown the room with `tokens` tokens.
 
-    0 tokens: it is not here any more, which an earlier message has told.
+    0 tokens: it is not here. Either an earlier message has told why, or it is lost.
     """
 
     request_id: str
@@ -217,11 +225,13 @@ class Return(Message, frozen=True):
 
 
 class HostReport(Message, frozen=True):
-    """After each CPU iteration: what the GPU scheduler may count on.
+    """After each CPU iteration, and now and then: what the GPU scheduler may count on.
 
-    `lengths`: committed tokens of the oldest rows, in arrival order.
+    `number` grows from report to report. `lengths`: committed tokens of the oldest rows, in arrival
+    order.
     """
 
+    number: int
     pages_free: int
     rows: int
     lengths: dict[str, int]
@@ -233,11 +243,13 @@ class HostReport(Message, frozen=True):
 class Gone(Message, frozen=True):
     """The request has ended, here or everywhere: end it, and free what you keep for me of it.
 
-    Sent once nothing here touches the receiver's pages of the request any more. Ids are never used
-    twice within a generation, so it may come late, or from both sides, and do no harm.
+    Sent once nothing here touches the receiver's pages of the request any more. It speaks of epochs
+    up to `last_epoch`; a request that is lost comes back at a later one, so this may come late,
+    twice, or from both sides, and do no harm.
     """
 
     request_id: str
+    last_epoch: int
 
 
 # -- supervisor ----------------------------------------------------------------------------------

@@ -32,6 +32,8 @@ class GpuOnlyPolicy:
         unclaimed = budget - sum(row.remaining for row in prefilling)
         for row in view.waiting if not preempt else ():
             pages = pages_for(row.tokens + 1, view.page_tokens)
+            if pages > view.pages_total:
+                continue  # it must not hold up those that fit
             # Who is let into the last pages will soon be recomputed: each resident keeps one to
             # grow into. Alone, a request may have them all.
             growth = len(decoding) + len(prefilling)

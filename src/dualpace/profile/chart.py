@@ -15,9 +15,9 @@ from dualpace.policy.cost_model import TableCostModel
 from dualpace.policy.host import HostRules, default_itl_target, gpu_token_rate, runnable
 from dualpace.profile.table import Profile
 
-ROUTES: tuple[Route, ...] = ("local", "assist", "assist-2")
-NAMES = {"local": "local", "assist": "assist", "assist-2": "assist, two halves"}
-COLOURS = {"none": "#dddddd", "local": "#8da0cb", "assist": "#66c2a5", "assist-2": "#fc8d62"}
+ROUTES: tuple[Route, ...] = ("local", "assist", "assist2")
+NAMES = {"local": "local", "assist": "assist", "assist2": "assist, two halves"}
+COLOURS = {"none": "#dddddd", "local": "#8da0cb", "assist": "#66c2a5", "assist2": "#fc8d62"}
 MAX_ROWS = 256
 LONGEST = 16384
 

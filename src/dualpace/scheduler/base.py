@@ -28,6 +28,7 @@ from dualpace.kv.pages import BlockTable, PagePool
 
 logger = logging.getLogger(__name__)
 STATS_INTERVAL = 0.5  # seconds between EngineStats
+ANY_EPOCH = 2**62
 
 
 class SchedulerBase(abc.ABC):
@@ -46,6 +47,7 @@ class SchedulerBase(abc.ABC):
         self._outbox: list[tuple[str, AnyMessage]] = []
         self._events: list[TokenEvent] = []
         self._stats_due = 0.0
+        self._dropped_kinds: set[str] = set()
         self._step_tables: dict[int, list[BlockTable]] = {}
 
     # -- the loop's side -------------------------------------------------------------------------
@@ -54,10 +56,10 @@ class SchedulerBase(abc.ABC):
         body = envelope.body
         match body:
             case Abort():
-                self.on_end(body.request_id)
+                self.on_end(body.request_id, ANY_EPOCH)
             case Gone():
-                self.on_peer_end(body.request_id)
-                self.on_end(body.request_id)
+                self.on_peer_end(body.request_id, body.last_epoch)
+                self.on_end(body.request_id, body.last_epoch)
             case Shutdown():
                 self.stopped = True
             case _:
@@ -84,12 +86,20 @@ class SchedulerBase(abc.ABC):
         """Messages that only this engine gets."""
 
     @abc.abstractmethod
-    def on_end(self, request_id: str) -> None:
-        """The request has ended elsewhere: let go of everything of it."""
+    def on_end(self, request_id: str, last_epoch: int) -> None:
+        """The request has ended elsewhere: let go of everything of it up to that epoch."""
 
     @abc.abstractmethod
-    def on_peer_end(self, request_id: str) -> None:
+    def on_peer_end(self, request_id: str, last_epoch: int) -> None:
         """The peer has ended the request and touches no pages of it any more."""
+
+    def drop(self, body: AnyMessage) -> None:
+        """A message that came late, twice, or for nobody. It changes nothing here."""
+        kind = type(body).__name__
+        level = logging.DEBUG if kind in self._dropped_kinds else logging.INFO
+        self._dropped_kinds.add(kind)
+        logger.log(level, "dropped, as nothing here waits for it: %s", body)
+        self.moves["dropped"] += 1
 
     def check_integrity(self) -> None:
         """Raise AssertionError if what is owned does not add up."""
@@ -101,9 +111,13 @@ class SchedulerBase(abc.ABC):
     def emit_token(self, event: TokenEvent) -> None:
         self._events.append(event)
 
-    def tell_gone(self, request_id: str) -> None:
-        """Tell the peer that the request ended here."""
-        self.send(self.peer, Gone(request_id))
+    def tell_gone(self, request_id: str, epoch: int) -> None:
+        """Tell the peer that the request, which had this epoch, ended here."""
+        self.send(self.peer, Gone(request_id, epoch + 1))  # it may be one ahead with a Release
+
+    @property
+    def steps_under_way(self) -> int:
+        return len(self._step_tables)
 
     def hold_for_step(self, number: int, tables: Iterable[BlockTable]) -> None:
         """The step now launched names these tables: their pages stay until it has ended."""

@@ -37,10 +37,14 @@ from dualpace.core.request import RequestState
 from dualpace.kv.pages import BlockTable, PagePool, pages_for
 from dualpace.policy.view import CpuView, Policy, RowView
 from dualpace.scheduler.base import SchedulerBase
+from dualpace.scheduler.patience import LOOK_INTERVAL, Patience
 
 logger = logging.getLogger(__name__)
 ASSIST_RETRIES = 3  # iterations in a row that the GPU engine may let down before rows fail
 REPORTED_LENGTHS = 16  # rows whose length each HostReport names
+REPORT_INTERVAL = 5.0  # seconds after which a report is made though nothing has changed
+REMEMBERED_REQUESTS = 8192  # whose old messages are known as such
+CLAIM_PATIENCE = 10.0  # seconds after which the GPU engine is reminded of pages kept for it
 
 
 @dataclass(eq=False)
@@ -62,10 +66,14 @@ class HostRow:
 
 
 class Claim(NamedTuple):
-    """Host pages that the GPU engine uses: a grant it writes, or a load it reads."""
+    """Host pages that the GPU engine uses: a grant it writes, or a load it reads.
+
+    message: what told it so.
+    """
 
     epoch: int
     table: BlockTable
+    message: Grant | Release
 
 
 class CpuScheduler(SchedulerBase):
@@ -85,8 +93,13 @@ class CpuScheduler(SchedulerBase):
         self.loads: dict[str, Claim] = {}
         self.route: Route = "local"  # of the last iteration
         self.gpu_load = GpuLoad(0.0, 0.0)
-        self._reported: tuple[int, int, int] | None = None
         self._failed_assists = 0  # in a row
+        self._latest: dict[str, int] = {}  # epoch last heard of, by request, the last heard of last
+        self._reported: tuple[int, int, int] | None = None
+        self._reports = 0
+        self._report_due = 0.0
+        self._look_due = 0.0
+        self._reminders = Patience(CLAIM_PATIENCE)
 
     # -- drain -----------------------------------------------------------------------------------
 
@@ -95,88 +108,118 @@ class CpuScheduler(SchedulerBase):
             case Reserve():
                 self._reserve(body)
             case Cancel():
-                self._drop_claim(self.grants, body.request_id, body.epoch)
+                self._cancel(body, self.grants)
             case Handoff():
-                self._take_over(body.state)
+                self._take_over(body)
             case Recall():
                 self._recall(body)
             case Loaded():
-                self._drop_claim(self.loads, body.request_id, body.epoch)
+                self._cancel(body, self.loads)
             case GpuLoad():
                 self.gpu_load = body
             case Usable():
-                self.pool.extend(min(body.pages, self.pages))
+                self.pool.extend(max(self.pool.total, min(body.pages, self.pages)))
             case _:
                 logger.error("the CPU engine has no use for %s", type(body).__name__)
 
     def _reserve(self, ask: Reserve) -> None:
         """Grant the pages, unless that would leave less than one free page per request here."""
+        request_id, epoch = ask.request_id, ask.epoch
+        held = self.grants.get(request_id)
+        if held is not None and held.epoch == epoch:
+            self.send(GPU, held.message)
+            return
+        if epoch <= self._latest.get(request_id, -1):
+            self.drop(ask)
+            return
+        self._note_epoch(request_id, epoch)
+        # Who asks anew owns the request and has no use for the old: something has been lost.
+        row = self.rows.pop(request_id, None)
+        if row is not None:
+            self.pool.drop(row.table)
+        self._drop_claim(self.grants, request_id, epoch)
+        self._drop_claim(self.loads, request_id, epoch)
         count = pages_for(ask.tokens, self.page_tokens)
-        others = len(self.rows) + len(self.grants)
         table = None
-        if ask.request_id not in self.grants and self.pool.free - count >= others:
+        if self.pool.free - count >= len(self.rows) + len(self.grants):
             table = self.pool.take(count)
         if table is None:
-            self.send(GPU, Deny(ask.request_id, ask.epoch))
+            self.send(GPU, Deny(request_id, epoch))
         else:
-            self.grants[ask.request_id] = Claim(ask.epoch, table)
-            self.send(GPU, Grant(ask.request_id, ask.epoch, list(table.pages)))
+            grant = Grant(request_id, epoch, list(table.pages))
+            self.grants[request_id] = Claim(epoch, table, grant)
+            self.send(GPU, grant)
 
-    def _take_over(self, state: RequestState) -> None:
-        """A handoff: the grant's pages become the row's."""
-        grant = self.grants.pop(state.id, None)
-        if grant is None:
-            logger.error("handoff of %s, for which there is no grant", state.id)
+    def _note_epoch(self, request_id: str, epoch: int) -> None:
+        self._latest[request_id] = max(epoch, self._latest.pop(request_id, -1))
+        if len(self._latest) > REMEMBERED_REQUESTS:
+            del self._latest[next(iter(self._latest))]
+
+    def _cancel(self, cancel: Cancel | Loaded, claims: dict[str, Claim]) -> None:
+        claim = claims.get(cancel.request_id)
+        if claim is None or claim.epoch != cancel.epoch:
+            self.drop(cancel)
+        else:
+            self._drop_claim(claims, cancel.request_id, cancel.epoch)
+
+    def _take_over(self, handoff: Handoff) -> None:
+        """The grant's pages become the row's."""
+        state = handoff.state
+        grant = self.grants.get(state.id)
+        if grant is None or grant.epoch != state.epoch - 1:
+            self.drop(handoff)
             return
+        del self.grants[state.id]
+        self._note_epoch(state.id, state.epoch)
         self.rows[state.id] = HostRow(state, grant.table)
 
     def _recall(self, recall: Recall) -> None:
         """Release the committed state at once; a row in flight is discarded when it commits."""
         row = self.rows.get(recall.request_id)
-        if (
-            row is None
-            or row.state.epoch != recall.epoch
-            or row.state.num_tokens > recall.room
-            or recall.request_id in self.loads
-        ):
+        load = self.loads.get(recall.request_id)
+        if row is None and load is not None and load.epoch == recall.epoch + 1:
+            self.send(GPU, load.message)
+            return
+        if row is None or row.state.epoch != recall.epoch or row.state.num_tokens > recall.room:
             tokens = 0 if row is None else row.state.num_tokens
             self.send(GPU, KeepRow(recall.request_id, recall.epoch, tokens))
             return
         del self.rows[recall.request_id]
         row.state.epoch += 1
-        self.loads[row.state.id] = Claim(row.state.epoch, row.table)
+        release = Release(row.state, list(row.table.pages))
+        self.loads[row.state.id] = Claim(row.state.epoch, row.table, release)
         self.moves["released"] += 1
-        self.send(GPU, Release(row.state, list(row.table.pages)))
+        self.send(GPU, release)
 
-    def on_peer_end(self, request_id: str) -> None:
-        self._drop_claim(self.grants, request_id)
-        self._drop_claim(self.loads, request_id)
+    def on_peer_end(self, request_id: str, last_epoch: int) -> None:
+        self._note_epoch(request_id, last_epoch)
+        self._drop_claim(self.grants, request_id, last_epoch)
+        self._drop_claim(self.loads, request_id, last_epoch)
 
-    def _drop_claim(
-        self, claims: dict[str, Claim], request_id: str, epoch: int | None = None
-    ) -> None:
+    def _drop_claim(self, claims: dict[str, Claim], request_id: str, last_epoch: int) -> None:
         claim = claims.get(request_id)
-        if claim is not None and epoch in (None, claim.epoch):
+        if claim is not None and claim.epoch <= last_epoch:
             del claims[request_id]
             self.pool.drop(claim.table)
             self._reported = None  # granted and given back at once, the free pages look unchanged
 
-    def on_end(self, request_id: str) -> None:
+    def on_end(self, request_id: str, last_epoch: int) -> None:
         """Abort, or the GPU engine ended it. Grants and loads stay until the GPU lets go."""
         row = self.rows.get(request_id)
-        if row is not None:
+        if row is not None and row.state.epoch <= last_epoch:
             self.end(row)
 
     def end(self, row: HostRow) -> None:
         request_id = row.state.id
         del self.rows[request_id]
         self.pool.drop(row.table)
-        self.tell_gone(request_id)
+        self.tell_gone(request_id, row.state.epoch)
 
     # -- plan ------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Batch | None:
         self.report_stats(now, len(self.rows), 0)
+        self._repeat_what_was_told(now)
         if not self.rows:
             return None
         decision = self.policy.plan_cpu(self.view(now))
@@ -288,6 +331,19 @@ class CpuScheduler(SchedulerBase):
         self._report()
         return super().take_messages()
 
+    def _repeat_what_was_told(self, now: float) -> None:
+        """Whatever of it was lost is made good; the GPU engine drops what it knows already."""
+        if now >= self._report_due:
+            self._report_due = now + REPORT_INTERVAL
+            self._reported = None
+        if now < self._look_due:
+            return
+        self._look_due = now + LOOK_INTERVAL
+        claims = {f"{claim.epoch} {key}": claim for key, claim in self.grants.items()}
+        claims |= {f"{claim.epoch} {key}": claim for key, claim in self.loads.items()}
+        for key in self._reminders.overdue(now, dict.fromkeys(claims)):
+            self.send(GPU, claims[key].message)
+
     def _report(self) -> None:
         """Tell the GPU scheduler what it may count on, whenever that has changed."""
         now = (self.steps, self.pool.free, len(self.rows))
@@ -296,7 +352,8 @@ class CpuScheduler(SchedulerBase):
         self._reported = now
         oldest = sorted(self.rows.values(), key=lambda row: row.state.arrival)[:REPORTED_LENGTHS]
         lengths = {row.state.id: row.state.num_tokens for row in oldest}
-        self.send(GPU, HostReport(self.pool.free, len(self.rows), lengths))
+        self._reports += 1
+        self.send(GPU, HostReport(self._reports, self.pool.free, len(self.rows), lengths))
 
     def check_integrity(self) -> None:
         super().check_integrity()

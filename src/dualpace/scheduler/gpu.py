@@ -7,8 +7,9 @@ Applies what the policy decides, builds the steps, and keeps each request's life
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from dualpace.core.errors import StepTooLargeError
 from dualpace.core.logprobs import TokenLogprobs
@@ -21,6 +22,7 @@ from dualpace.policy.view import GpuView, Policy
 from dualpace.scheduler.base import SchedulerBase
 from dualpace.scheduler.moves import Mover
 from dualpace.scheduler.rows import HOST_PHASES, Phase, Row, by_arrival
+from dualpace.scheduler.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 ALL_PAGES = 2**62
@@ -55,6 +57,7 @@ class GpuScheduler(SchedulerBase):
         self.queue: list[Row] = []  # WAITING, in arrival order
         self.ledger = TransferLedger()
         self.mover = Mover(self)
+        self.watchdog = Watchdog(self)
 
     # -- drain -----------------------------------------------------------------------------------
 
@@ -82,15 +85,28 @@ class GpuScheduler(SchedulerBase):
         row.host_pages = []
         self.drop_table(row)
         bisect.insort(self.queue, row, key=by_arrival)
+        if self.mover.host_gone:
+            self.refuse_if_too_large(row)
 
-    def on_end(self, request_id: str) -> None:
-        row = self.rows.get(request_id)
-        if row is not None:
+    def refuse_if_too_large(self, row: Row) -> None:
+        """End a waiting row that would need a host to count on."""
+        needed, held = row.state.num_tokens + 1, self.pool.total * self.page_tokens
+        if needed > held:
+            reason = (
+                f"the request needs KV room for {needed} tokens; the GPU has {held}, and the CPU "
+                f"engine is down"
+            )
+            self.send(FRONTEND, Failed(row.id, row.state.epoch, reason))
             self.end(row)
 
-    def on_peer_end(self, request_id: str) -> None:
+    def on_end(self, request_id: str, last_epoch: int) -> None:
         row = self.rows.get(request_id)
-        if row is not None:
+        if row is not None and row.state.epoch <= last_epoch:
+            self.end(row)
+
+    def on_peer_end(self, request_id: str, last_epoch: int) -> None:
+        row = self.rows.get(request_id)
+        if row is not None and row.state.epoch <= last_epoch:
             self.mover.ended_there(row)
 
     def end(self, row: Row) -> None:
@@ -111,6 +127,7 @@ class GpuScheduler(SchedulerBase):
 
     def plan(self, now: float) -> Batch | None:
         self.report_stats(now, len(self.rows) - len(self.queue), len(self.queue))
+        self.watchdog.look(now)
         if not self.rows:
             return None
         decision = self.policy.plan_gpu(self.view(now))
@@ -147,7 +164,7 @@ class GpuScheduler(SchedulerBase):
             max_tokens=self.step_tokens,
             decoding=tuple(row.view() for row in by_phase[Phase.DECODE]),
             prefilling=tuple(row.view() for row in by_phase[Phase.PREFILL]),
-            waiting=tuple(row.view() for row in self.queue[: self.max_rows]),
+            waiting=tuple(row.view() for row in self._placeable()),
             host=tuple(row.view() for row in by_phase[Phase.REMOTE][:VIEWED_HOST_ROWS]),
             moving=len(by_phase[Phase.RECALLING]) + len(by_phase[Phase.LOADING]),
             demoting_pages=sum(
@@ -155,12 +172,24 @@ class GpuScheduler(SchedulerBase):
                 for phase in (Phase.DEMOTING, Phase.STORING)
                 for row in by_phase[phase]
             ),
-            host_open=self.policy.uses_host and self.mover.host_open,
+            host_open=self._host_open,
             host_pages_total=self.mover.host_pages_total,
             host_pages_free=self.mover.host_pages_free,
             host_rows=len(on_host),
             host_context=sum(max(row.num_tokens, row.host_length) for row in on_host),
         )
+
+    @property
+    def _host_open(self) -> bool:
+        return self.policy.uses_host and self.mover.host_open
+
+    def _placeable(self) -> Iterator[Row]:
+        """The first of the waiting rows, without those that wait for a tier that is down: they do
+        not stand in the way of the others."""
+        most = max(self.pool.total, self.mover.host_pages_total if self._host_open else 0)
+        tokens = most * self.page_tokens
+        rows = (row for row in self.queue if row.state.num_tokens < tokens)
+        return itertools.islice(rows, self.max_rows)
 
     def admit(self, row: Row) -> None:
         """Give a waiting row GPU pages for all its tokens and the next."""

@@ -19,6 +19,7 @@ from dualpace.core.messages import (
     GpuLoad,
     Grant,
     Handoff,
+    HostGone,
     HostReport,
     KeepRow,
     Loaded,
@@ -52,10 +53,13 @@ class Mover:
     def __init__(self, scheduler: GpuScheduler) -> None:
         self.gpu = scheduler
         self.host_up = False
+        self.host_gone = False  # and none is to be counted on
         self.host_denied = False
         self.host_pages_total = 0
         self.host_pages_free = 0
-        self.ending: set[str] = set()  # ended here, but a step or copy still touches host pages
+        # Ended here, at that epoch, but a step or copy still touches host pages.
+        self.ending: dict[str, int] = {}
+        self._report = 0
         self._told_usable = 0
         self._told_load = (0.0, 0.0)
         self._draining: int | None = None
@@ -86,6 +90,8 @@ class Mover:
                 self._peer_up(body)
             case PeerDown():
                 self._peer_down(body)
+            case HostGone():
+                self._host_is_gone()
             case _:
                 logger.error("the GPU engine has no use for %s", type(body).__name__)
 
@@ -119,13 +125,15 @@ class Mover:
     def _ask_for_pages(self, row: Row) -> None:
         tokens = row.num_tokens + 1
         row.host_knows = True
+        row.state.epoch += 1  # an answer to an earlier question is none to this
         self.host_pages_free -= pages_for(tokens, self.gpu.page_tokens)
         self.gpu.send(CPU, Reserve(row.id, row.state.epoch, tokens))
 
     def _granted(self, grant: Grant) -> None:
         row = self._row(grant.request_id, grant.epoch, Phase.RESERVING, Phase.DEMOTING)
-        if row is None:
-            return  # it has ended; Gone frees the grant
+        if row is None or row.host_pages:
+            self._not_needed(grant)
+            return
         row.host_pages = grant.pages
         if row.phase is Phase.RESERVING:
             row.phase = Phase.PREFILL
@@ -134,13 +142,29 @@ class Mover:
             self.store_when_still(row)
 
     def _denied(self, deny: Deny) -> None:
-        self.host_denied = True
         row = self._row(deny.request_id, deny.epoch, Phase.RESERVING, Phase.DEMOTING)
-        if row is not None:
-            self.host_pages_free += pages_for(row.num_tokens + 1, self.gpu.page_tokens)
-            if row.phase is Phase.DEMOTING:
-                self.gpu.moves["preempted"] += 1
-            self.gpu.enqueue(row)
+        if row is None or row.host_pages:
+            self.gpu.drop(deny)
+            return
+        self.host_denied = True
+        self.host_pages_free += pages_for(row.num_tokens + 1, self.gpu.page_tokens)
+        if row.phase is Phase.DEMOTING:
+            self.gpu.moves["preempted"] += 1
+        self.gpu.enqueue(row)
+
+    def _not_needed(self, body: Grant | Release) -> None:
+        """Pages that are in use here already, or of no use (any more): then give them back."""
+        self.gpu.drop(body)
+        if isinstance(body, Grant):
+            request_id, epoch = body.request_id, body.epoch
+            answer: Cancel | Loaded = Cancel(request_id, epoch)
+        else:
+            request_id, epoch = body.state.id, body.state.epoch
+            answer = Loaded(request_id, epoch)
+        row = self.gpu.rows.get(request_id)
+        wanted = row is not None and row.state.epoch == epoch and row.host_pages
+        if not wanted and not self.gpu.ledger.in_use(request_id):
+            self.gpu.send(CPU, answer)
 
     # -- demotion --------------------------------------------------------------------------------
 
@@ -165,7 +189,6 @@ class Mover:
             self.store_when_still(row)
             return
         self.gpu.send(CPU, Cancel(row.id, row.state.epoch))
-        row.state.epoch += 1  # a grant that is on its way is not for what it asks next
         self.gpu.moves["preempted"] += 1
         self.gpu.enqueue(row)
 
@@ -177,15 +200,26 @@ class Mover:
         row.table = self.gpu.pool.take(count)
         if row.table is not None:
             row.phase = Phase.RECALLING
-            room = count * self.gpu.page_tokens
-            self.gpu.send(CPU, Recall(row.id, row.state.epoch, room))
+            self.recall(row)
+
+    def recall(self, row: Row) -> None:
+        """Ask for a row for which GPU pages are reserved."""
+        assert row.table is not None
+        room = len(row.table) * self.gpu.page_tokens
+        self.gpu.send(CPU, Recall(row.id, row.state.epoch, room))
 
     def _released(self, release: Release) -> None:
         state = release.state
-        row = self._row(state.id, state.epoch - 1, Phase.RECALLING)
+        row = self._row(state.id, state.epoch - 1, Phase.RECALLING, Phase.REMOTE)
         if row is None:
-            return  # it has ended; Gone frees its pages
+            self._not_needed(release)
+            return
         self._came_back(row, state)
+        if row.phase is Phase.REMOTE:  # the question was answered twice, and its pages are gone
+            self.gpu.send(CPU, Loaded(state.id, state.epoch))
+            self.gpu.moves["returned"] += 1
+            self.gpu.enqueue(row)
+            return
         row.phase = Phase.LOADING
         row.host_pages = release.pages
         count = pages_for(state.num_tokens - 1, self.gpu.page_tokens)
@@ -193,11 +227,22 @@ class Mover:
         self._copy(row.id, "load", row.table, release.pages[:count], row.table.pages[:count])
 
     def _kept(self, keep: KeepRow) -> None:
-        row = self._row(keep.request_id, keep.epoch, Phase.RECALLING)
-        if row is not None:
+        row = self._row(keep.request_id, keep.epoch, Phase.RECALLING, Phase.REMOTE)
+        if row is None:
+            self.gpu.drop(keep)
+            return
+        if not keep.tokens:
+            # What tells of a row's end comes before this: here nothing has. The frontend knows its
+            # tokens.
+            logger.warning("the CPU engine does not have request %s", row.id)
+            self.gpu.moves["lost"] += 1
+            self.gpu.send(FRONTEND, Lost([(row.id, row.state.epoch + 2)]))
+            self.gpu.end(row)
+            return
+        if row.table is not None and keep.tokens > len(row.table) * self.gpu.page_tokens:
             self.gpu.drop_table(row)
             row.phase = Phase.REMOTE
-            row.host_length = max(row.host_length, keep.tokens)
+        row.host_length = max(row.host_length, keep.tokens)
 
     # -- copies ----------------------------------------------------------------------------------
 
@@ -264,7 +309,7 @@ class Mover:
         if row.host_tokens is not None:
             self.ended_there(row)
         if row.host_knows and self.host_up:
-            self.ending.add(row.id)
+            self.ending[row.id] = row.state.epoch
             self.use_ended(row.id)
 
     def ended_there(self, row: Row) -> None:
@@ -287,21 +332,26 @@ class Mover:
     def use_ended(self, request_id: str) -> None:
         """A step or copy on host pages of the request has ended."""
         if request_id in self.ending and not self.gpu.ledger.in_use(request_id):
-            self.ending.remove(request_id)
-            self.gpu.tell_gone(request_id)
+            self.gpu.tell_gone(request_id, self.ending.pop(request_id))
         self._report_drained()
 
     def _returned(self, back: Return) -> None:
         state = back.state
         row = self._row(state.id, state.epoch - 1, Phase.REMOTE, Phase.RECALLING)
-        if row is not None:
-            self._came_back(row, state)
-            self.gpu.moves["returned"] += 1
-            self.gpu.enqueue(row)
+        if row is None:
+            self.gpu.drop(back)
+            return
+        self._came_back(row, state)
+        self.gpu.moves["returned"] += 1
+        self.gpu.enqueue(row)
 
     # -- what is known of the CPU engine ---------------------------------------------------------
 
     def _reported(self, report: HostReport) -> None:
+        if report.number <= self._report:
+            self.gpu.drop(report)
+            return
+        self._report = report.number
         self.host_denied = False
         self.host_pages_free = report.pages_free
         for request_id, length in report.lengths.items():
@@ -311,11 +361,16 @@ class Mover:
 
     def _peer_up(self, up: PeerUp) -> None:
         self.host_up = True
-        self.host_denied = False
+        self.host_gone = self.host_denied = False
+        self._report = 0
         self.host_pages_total = up.pages
         self.host_pages_free = 0  # until it reports what it makes of the pages that are usable
         self._told_usable = 0
         self._told_load = (0.0, 0.0)
+
+    def repeat_usable(self) -> None:
+        """Tell it once more."""
+        self._told_usable = 0
 
     def tell_usable(self) -> None:
         """Tell the CPU engine how many of its pages can be copied, if that has grown."""
@@ -356,6 +411,11 @@ class Mover:
         if lost:
             self.gpu.send(FRONTEND, Lost(lost))
         self._report_drained()
+
+    def _host_is_gone(self) -> None:
+        self.host_gone = True
+        for row in list(self.gpu.queue):
+            self.gpu.refuse_if_too_large(row)
 
     def _report_drained(self) -> None:
         if self._draining is not None and self.gpu.ledger.quiet:

@@ -22,7 +22,7 @@ from dualpace.profile.table import Profile
 from dualpace.sim.hardware import Durations
 from dualpace.sim.replay import replay
 
-ROUTES: tuple[Route, ...] = ("local", "assist", "assist-2")
+ROUTES: tuple[Route, ...] = ("local", "assist", "assist2")
 MAX_ROWS = EngineOptions(model="").max_num_seqs
 
 

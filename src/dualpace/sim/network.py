@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -35,11 +35,21 @@ class SimulatedPort:
 
 
 class Network:
-    """Delivers messages by name. `delay(sender, to)` gives each one's travel time in seconds."""
+    """Delivers messages by name. `delay(sender, to)` gives each one's travel time in seconds.
 
-    def __init__(self, clock: VirtualClock, delay: Callable[[str, str], float]) -> None:
+    `fate(sender, to, body)` may lose a message (an empty answer) or double it: each further copy
+    arrives so many seconds after the first, whatever has been sent meanwhile.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        delay: Callable[[str, str], float],
+        fate: Callable[[str, str, AnyMessage], Sequence[float]] = lambda sender, to, body: (0.0,),
+    ) -> None:
         self._clock = clock
         self._delay = delay
+        self._fate = fate
         self._ports: dict[str, SimulatedPort] = {}
         self._last_arrival: dict[tuple[str, str], float] = {}
         self.generation = 1
@@ -51,6 +61,9 @@ class Network:
         return port
 
     def send(self, sender: str, to: str, body: AnyMessage) -> None:
+        copies = self._fate(sender, to, body)
+        if not copies:
+            return
         # Encoded as it would be on a socket: sender and receiver share no object.
         data = _encode(Envelope(sender, self.generation, body))
         source, target = self._ports[sender], self._ports[to]
@@ -69,3 +82,5 @@ class Network:
                 target.on_arrival()
 
         self._clock.at(arrival, deliver)
+        for late in copies[1:]:
+            self._clock.at(arrival + late, deliver)

@@ -6,7 +6,7 @@ simulated. The run is a pure function of its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dualpace.core.logprobs import TokenLogprobs
@@ -15,6 +15,7 @@ from dualpace.core.messages import (
     FRONTEND,
     GPU,
     Abort,
+    AnyMessage,
     EngineName,
     Failed,
     Lost,
@@ -45,7 +46,8 @@ class Hardware:
 
     `delay(sender, to)` is a message's travel time; from a process to itself, its time to wake.
     `registration` is how long it takes until all host pages can be copied, some by some.
-    `gpu_failure(batch)` may give the error with which a step of the GPU engine ends.
+    `gpu_failure(batch)` may give the error with which a step of the GPU engine ends, and
+    `fate(sender, to, body)` what else than one delivery becomes of a message (see `Network`).
     """
 
     gpu_pages: int
@@ -58,6 +60,7 @@ class Hardware:
     restart: float = 1.0
     registration: float = 0.0
     gpu_failure: Callable[[Batch], Exception | None] = lambda batch: None
+    fate: Callable[[str, str, AnyMessage], Sequence[float]] = lambda sender, to, body: (0.0,)
 
 
 @dataclass
@@ -131,7 +134,7 @@ class World:
         self.policy = policy
         self.max_rows = max_rows
         self.clock = VirtualClock()
-        self.network = Network(self.clock, hardware.delay)
+        self.network = Network(self.clock, hardware.delay, hardware.fate)
         self.memory = SimulatedMemory(hardware.page_tokens) if check_kv else None
         self.streams: dict[str, Stream] = {}
         self.port = self.network.port(FRONTEND, self._receive)
@@ -179,6 +182,16 @@ class World:
             self.port.send(GPU, PeerDown(self.network.generation))
 
         self.clock.at(time, event)
+
+    def tick(self, until: int) -> None:
+        """Wake both engines every second, as their loops wake when nothing happens."""
+
+        def event() -> None:
+            self.gpu.turn()
+            self.cpu.turn()
+
+        for second in range(until):
+            self.clock.at(second, event)
 
     def run(self, until: float = float("inf")) -> None:
         self.clock.run(until)
