@@ -78,12 +78,12 @@ class GatedScheduler(SchedulerBase):
         self.rows[row.state.id] = row
         bisect.insort(self.queue, row, key=_by_arrival)
 
-    def on_end(self, request_id: str) -> None:
+    def on_end(self, request_id: str, last_epoch: int) -> None:
         row = self.rows.get(request_id)
-        if row is not None:
+        if row is not None and row.state.epoch <= last_epoch:
             self.end(row)
 
-    def on_peer_end(self, request_id: str) -> None:
+    def on_peer_end(self, request_id: str, last_epoch: int) -> None:
         """There is no peer."""
 
     def end(self, row: GatedRow) -> None:
