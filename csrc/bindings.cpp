@@ -11,11 +11,14 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "assist_program.h"
 #include "bindings.h"
+#include "bindings_mailbox.h"
 #include "bindings_sampling.h"
 #include "engine.h"
 #include "layer_program.h"
@@ -190,25 +193,33 @@ std::string pages_of(nb::handle buffer) {
   return describe_pages(memory.data(), memory.size());
 }
 
+// A model with its weights, or the shape of one whose dense part the GPU engine computes.
 class NativeModel {
  public:
-  NativeModel(Engine& engine, const ModelConfig& config)
-      : engine_(engine), model_(config), program_(model_, engine.pool(), engine.kernels()) {}
+  NativeModel(Engine& engine, const ModelConfig& config, bool with_weights)
+      : engine_(engine), config_(checked(config)), assist_(config_, engine.pool(), engine.kernels()) {
+    if (!with_weights) return;
+    model_ = std::make_unique<Model>(config);
+    program_ = std::make_unique<LayerProgram>(*model_, engine.pool(), engine.kernels());
+  }
 
   void load(const std::string& name, int layer, const AnyIn& array) {
+    require(model_ != nullptr, "the model is without weights");
     const Source source = source_of(array);
     std::vector<size_t> shape;
     for (size_t i = 0; i < array.ndim(); ++i) shape.push_back(array.shape(i));
     const nb::gil_scoped_release release;
-    model_.load(name, layer, source, shape, engine_.pool());
-    complete_ = model_.missing().empty();
+    model_->load(name, layer, source, shape, engine_.pool());
+    complete_ = model_->missing().empty();
   }
 
-  std::vector<std::string> missing() const { return model_.missing(); }
+  std::vector<std::string> missing() const {
+    return model_ ? model_->missing() : std::vector<std::string>();
+  }
 
-  size_t weight_bytes() const { return model_.memory().used(); }
+  size_t weight_bytes() const { return model_ ? model_->memory().used() : 0; }
   std::string weight_pages() const {
-    return describe_pages(model_.memory().data(), model_.memory().used());
+    return model_ ? describe_pages(model_->memory().data(), weight_bytes()) : "no pages";
   }
 
   void decode(nb::handle arena, int page_tokens, const In<int32_t, 1>& tokens,
@@ -216,34 +227,84 @@ class NativeModel {
               const In<int32_t, 1>& pages, const SamplingArrays& sampling,
               const Out<int32_t, 1>& out, const std::optional<Out<double, 2>>& logprobs,
               const std::optional<Out<float, 2>>& logits) {
-    const ModelConfig& c = model_.config();
-    const size_t m = tokens.shape(0);
+    const size_t m = tokens.shape(0), sampled = out.shape(0);
+    require(model_ != nullptr, "the host holds no weights: iterations cannot be computed here");
     require(complete_, "the model has not got all its tensors");
-    require(page_tokens > 0, "page_tokens must be positive");
-    require(positions.shape(0) == m && sampling.size() == m && out.shape(0) == m,
-            "one position, sampling parameter and output per row");
-    require(!logits || (logits->shape(0) == m &&
-                        logits->shape(1) == static_cast<size_t>(c.vocab_size)),
-            "logits must be [rows, vocab_size]");
-    const Ragged table(page_offsets, pages, m, "pages");
-    const std::vector<SamplingRow> rules = sampling.rows(c.vocab_size, logprobs);
-    std::vector<DecodeRow> rows(m);
-    for (size_t i = 0; i < m; ++i) {
-      rows[i] = {tokens(i), positions(i), table.begin(i), table.length(i), rules[i]};
-      rows[i].sampling.position = positions(i) + 1;
+    require(sampled <= m && sampling.size() == sampled,
+            "one sampling parameter and output per row that samples");
+    require(!logits || (logits->shape(0) == sampled &&
+                        logits->shape(1) == static_cast<size_t>(config_.vocab_size)),
+            "logits must be [sampled rows, vocab_size]");
+    std::vector<DecodeRow> rows = rows_of(tokens, positions, page_offsets, pages, page_tokens);
+    const std::vector<SamplingRow> rules = sampling.rows(config_.vocab_size, logprobs);
+    for (size_t i = 0; i < sampled; ++i) {
+      rows[i].sampling = rules[i];
+      rows[i].sampling.position = rows[i].position + 1;
     }
     const Buffer memory(arena);
-    const CacheShape shape{c.num_layers, c.num_kv_heads, page_tokens, c.head_dim, c.dtype};
-    const int64_t num_pages = static_cast<int64_t>(memory.size() / shape.page_bytes());
     const nb::gil_scoped_release release;
-    program_.run(rows, memory.data(), num_pages, page_tokens, out.data(),
-                 logits ? logits->data() : nullptr);
+    program_->run(rows, static_cast<int>(sampled), memory.data(), pages_in(memory, page_tokens),
+                  page_tokens, out.data(), logits ? logits->data() : nullptr);
+  }
+
+  // The rows of each slot lie behind those of the slot before. Says how it ended.
+  std::string decode_assisted(SharedMailbox& mailbox, uint64_t iteration,
+                              const std::vector<size_t>& slot_rows,
+                              const std::vector<nb::bytes>& rules, nb::handle arena,
+                              int page_tokens, const In<int32_t, 1>& tokens,
+                              const In<int64_t, 1>& positions, const In<int64_t, 1>& page_offsets,
+                              const In<int32_t, 1>& pages, const In<double, 1>& temperatures,
+                              const In<uint64_t, 1>& seeds, const Out<int32_t, 1>& out) {
+    const size_t m = tokens.shape(0);
+    require(temperatures.shape(0) == m && seeds.shape(0) == m && out.shape(0) == m,
+            "one temperature, seed and output per row");
+    require(slot_rows.size() == rules.size() &&
+                std::accumulate(slot_rows.begin(), slot_rows.end(), size_t{0}) == m,
+            "every row must be in a slot, and every slot have its rules");
+    std::vector<DecodeRow> rows = rows_of(tokens, positions, page_offsets, pages, page_tokens);
+    for (size_t i = 0; i < m; ++i) {
+      rows[i].sampling.temperature = temperatures(i);
+      rows[i].sampling.seed = seeds(i);
+    }
+    std::vector<MicroBatch> batches;
+    auto next = rows.begin();
+    for (size_t slot = 0; slot < slot_rows.size(); ++slot) {
+      const auto end = next + static_cast<std::ptrdiff_t>(slot_rows[slot]);
+      batches.push_back({{next, end}, {rules[slot].c_str(), rules[slot].size()}});
+      next = end;
+    }
+    const Buffer memory(arena);
+    const nb::gil_scoped_release release;
+    return describe(assist_.run(batches, iteration, mailbox.box, memory.data(),
+                                pages_in(memory, page_tokens), page_tokens, out.data()));
   }
 
  private:
+  std::vector<DecodeRow> rows_of(const In<int32_t, 1>& tokens, const In<int64_t, 1>& positions,
+                                 const In<int64_t, 1>& page_offsets, const In<int32_t, 1>& pages,
+                                 int page_tokens) const {
+    const size_t m = tokens.shape(0);
+    require(page_tokens > 0, "page_tokens must be positive");
+    require(positions.shape(0) == m, "one position per row");
+    const Ragged table(page_offsets, pages, m, "pages");
+    std::vector<DecodeRow> rows(m);
+    for (size_t i = 0; i < m; ++i) {
+      rows[i] = {tokens(i), positions(i), table.begin(i), table.length(i), SamplingRow()};
+    }
+    return rows;
+  }
+
+  int64_t pages_in(const Buffer& memory, int page_tokens) const {
+    const ModelConfig& c = config_;
+    const CacheShape shape{c.num_layers, c.num_kv_heads, page_tokens, c.head_dim, c.dtype};
+    return static_cast<int64_t>(memory.size() / shape.page_bytes());
+  }
+
   Engine& engine_;
-  Model model_;
-  LayerProgram program_;
+  const ModelConfig config_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<LayerProgram> program_;
+  AssistProgram assist_;
   bool complete_ = false;
 };
 
@@ -286,15 +347,18 @@ NB_MODULE(_native, m) {
            "tie_embeddings"_a, "qkv_bias"_a, "qk_norm"_a, "dtype"_a);
 
   nb::class_<NativeModel>(m, "Model", "Packed weights and the layer program over them.")
-      .def(nb::init<Engine&, const ModelConfig&>(), "engine"_a, "config"_a,
-           nb::keep_alive<1, 2>())
+      .def(nb::init<Engine&, const ModelConfig&, bool>(), "engine"_a, "config"_a,
+           "with_weights"_a = true, nb::keep_alive<1, 2>())
       .def("load", &NativeModel::load, "name"_a, "layer"_a, "array"_a)
       .def("missing", &NativeModel::missing)
       .def_prop_ro("weight_bytes", &NativeModel::weight_bytes)
       .def_prop_ro("weight_pages", &NativeModel::weight_pages)
       .def("decode", &NativeModel::decode, "arena"_a, "page_tokens"_a, "tokens"_a, "positions"_a,
            "page_offsets"_a, "pages"_a, "sampling"_a, "out"_a, "logprobs"_a.none(),
-           "logits"_a.none());
+           "logits"_a.none())
+      .def("decode_assisted", &NativeModel::decode_assisted, "mailbox"_a, "iteration"_a,
+           "slot_rows"_a, "rules"_a, "arena"_a, "page_tokens"_a, "tokens"_a, "positions"_a,
+           "page_offsets"_a, "pages"_a, "temperatures"_a, "seeds"_a, "out"_a);
 
   m.def("map_shared", &map_shared_array, "descriptor"_a, "size"_a,
         "The first `size` bytes of a shared memory file as a writable array of bytes.");

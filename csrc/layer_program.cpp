@@ -1,12 +1,18 @@
 #include "layer_program.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
-#include <stdexcept>
-#include <string>
 
 namespace dualpace {
 namespace {
+
+// x -= the bfloat16 values that it was rounded to.
+void subtract_rounded(float* x, const uint16_t* rounded, int n) {
+  for (int i = 0; i < n; ++i) {
+    x[i] -= std::bit_cast<float>(static_cast<uint32_t>(rounded[i]) << 16);
+  }
+}
 
 // sum += part, where both are outputs of `linear` and have its bias.
 void add_part(const Linear& linear, float* sum, const float* part) {
@@ -22,28 +28,13 @@ void LayerProgram::Rows::resize(int count, size_t row_stride, DType element) {
   values.assign((bytes + sizeof(float) - 1) / sizeof(float), 0.0f);
 }
 
-void LayerProgram::check(const std::vector<DecodeRow>& rows, int64_t num_pages,
-                         int page_tokens) const {
-  for (size_t i = 0; i < rows.size(); ++i) {
-    const DecodeRow& row = rows[i];
-    const auto refuse = [i](const std::string& what, int64_t value) {
-      throw std::invalid_argument("row " + std::to_string(i) + ": " + what + " " +
-                                  std::to_string(value) + " is out of range");
-    };
-    const int vocab = model_.config().vocab_size;
-    if (row.token < 0 || row.token >= vocab) refuse("token id", row.token);
-    if (row.position < 0 || row.position / page_tokens >= row.num_pages) {
-      refuse("position", row.position);
-    }
-    for (int64_t p = 0; p <= row.position / page_tokens; ++p) {
-      if (row.pages[p] < 0 || row.pages[p] >= num_pages) refuse("page id", row.pages[p]);
-    }
-  }
-}
-
-void LayerProgram::reserve(int num_rows) {
-  if (num_rows <= capacity_) return;
+void LayerProgram::reserve(int num_rows, int sampled) {
   const ModelConfig& c = model_.config();
+  if (sampled > logits_capacity_) {
+    logits_.resize(sampled, output_stride(c.vocab_size));
+    logits_capacity_ = sampled;
+  }
+  if (num_rows <= capacity_) return;
   const auto padded = [](int n) { return static_cast<size_t>(round_up(n, kPanel)); };
   residual_.resize(num_rows, activation_stride(c.hidden_size));
   const DType activation = kernels_.activations[c.dtype];
@@ -52,7 +43,6 @@ void LayerProgram::reserve(int num_rows) {
   qkv_.resize(2 * num_rows, output_stride(c.q_size() + 2 * c.kv_size()));
   attended_.resize(num_rows, activation_stride(c.q_size()), activation);
   hidden_.resize(num_rows, activation_stride(c.intermediate_size), activation);
-  logits_.resize(num_rows, output_stride(c.vocab_size));
   cosine_.resize(num_rows, padded(c.head_dim / 2));
   sine_.resize(num_rows, padded(c.head_dim / 2));
   tiles_.resize(static_cast<size_t>(pool_.size()));
@@ -67,12 +57,12 @@ void LayerProgram::reserve(int num_rows) {
   capacity_ = num_rows;
 }
 
-void LayerProgram::run(const std::vector<DecodeRow>& rows, char* arena, int64_t num_pages,
-                       int page_tokens, int32_t* next_tokens, float* logits) {
+void LayerProgram::run(const std::vector<DecodeRow>& rows, int sampled, char* arena,
+                       int64_t num_pages, int page_tokens, int32_t* next_tokens, float* logits) {
   if (rows.empty()) return;
   const std::lock_guard<std::mutex> lock(turn_);
-  check(rows, num_pages, page_tokens);
-  reserve(static_cast<int>(rows.size()));
+  check_rows(rows, model_.config().vocab_size, num_pages, page_tokens);
+  reserve(static_cast<int>(rows.size()), sampled);
   const ModelConfig& c = model_.config();
   cache_ = {c.num_layers, c.num_kv_heads, page_tokens, c.head_dim, c.dtype};
   cache_rows_.positions.clear();
@@ -82,28 +72,29 @@ void LayerProgram::run(const std::vector<DecodeRow>& rows, char* arena, int64_t 
     cache_rows_.pages.push_back(row.pages);
   }
   plan_.build(cache_rows_, {c.group(), c.num_kv_heads, c.head_dim}, page_tokens, pool_.size());
-  pool_.run([&](int thread) { iterate(rows, arena, next_tokens, logits, thread); });
+  pool_.run([&](int thread) { iterate(rows, sampled, arena, next_tokens, logits, thread); });
 }
 
-void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int32_t* next_tokens,
-                           float* logits, int thread) {
+void LayerProgram::iterate(const std::vector<DecodeRow>& rows, int sampled, char* arena,
+                           int32_t* next_tokens, float* logits, int thread) {
   const ModelConfig& c = model_.config();
   const int m = static_cast<int>(rows.size());
   const int threads = pool_.size();
   // Rows are taken as threads come; one such list between two barriers.
-  const auto each_row = [&](const auto& body) {
-    for (Range mine; !(mine = pool_.take(m, 1)).empty();) body(mine.begin);
+  const auto each_row = [&](int count, const auto& body) {
+    for (Range mine; !(mine = pool_.take(count, 1)).empty();) body(mine.begin);
     pool_.barrier();
   };
   float* tile = tiles_[static_cast<size_t>(thread)].data();
   const bool in_parts = normed_.dtype == kBFloat16;
-  const auto norm = [&](const float* weight, bool both_parts) {
-    each_row([&](int row) {
+  // Of `count` rows; of the first `both_parts` what is rounded away too, behind all m rows.
+  const auto norm = [&](const float* weight, int count, int both_parts) {
+    each_row(count, [&](int row) {
       kernels_.rms_norm(residual_.row(row), weight, c.rms_norm_eps, c.hidden_size, tile);
       kernels_.store[normed_.dtype](tile, c.hidden_size, normed_.raw(row));
-      if (both_parts) {
-        const Source rounded{normed_.raw(row), kBFloat16};
-        for (int i = 0; i < c.hidden_size; ++i) tile[i] -= rounded.at(static_cast<size_t>(i));
+      if (row < both_parts) {
+        const auto* rounded = reinterpret_cast<const uint16_t*>(normed_.raw(row));
+        subtract_rounded(tile, rounded, c.hidden_size);
         kernels_.store[kBFloat16](tile, c.hidden_size, normed_.raw(m + row));
       }
     });
@@ -115,7 +106,7 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
     pool_.barrier();
   };
 
-  each_row([&](int row) {
+  each_row(m, [&](int row) {
     const DecodeRow& of = rows[static_cast<size_t>(row)];
     model_.embed(of.token, residual_.row(row));
     // The angle is rounded to float before its cosine is taken, as everybody else does.
@@ -131,12 +122,17 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
     const Layer& layer = model_.layer(index);
     // What is rounded on the way into queries and keys moves the softmax of every later layer, more
     // than any other rounding. In two parts it is exact, and the weights are read once all the same.
-    norm(layer.input_norm, in_parts);
-    linear(layer.qkv, normed_, qkv_, false, in_parts ? 2 * m : m);
-    each_row([&](int row) {
-      if (in_parts) add_part(layer.qkv, qkv_.row(row), qkv_.row(m + row));
+    // Rows that do not sample go without: a prompt's products would cost a sixth more.
+    const int both_parts = in_parts ? sampled : 0;
+    norm(layer.input_norm, m, both_parts);
+    linear(layer.qkv, normed_, qkv_, false, m + both_parts);
+    each_row(m, [&](int row) {
+      if (row < both_parts) add_part(layer.qkv, qkv_.row(row), qkv_.row(m + row));
       append_kv(layer, index, arena, row);
     });
+    // Behind the last layer's K and V only the rows that sample have a purpose.
+    const int live = index + 1 < c.num_layers ? m : sampled;
+    if (live == 0) return;
     plan_.attend(kernels_, cache_, arena, index, cache_rows_, qkv_.row(0), qkv_.stride, attended,
                  thread, pool_);
     pool_.barrier();
@@ -144,17 +140,17 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, char* arena, int3
       plan_.merge(kernels_, attended, thread, threads);
       pool_.barrier();
     }
-    linear(layer.o, attended_, residual_, true, m);
-    norm(layer.post_norm, false);
-    run_swiglu(kernels_, layer.gate_up, normed_.data(), normed_.stride, m, hidden_.data(),
+    linear(layer.o, attended_, residual_, true, live);
+    norm(layer.post_norm, live, 0);
+    run_swiglu(kernels_, layer.gate_up, normed_.data(), normed_.stride, live, hidden_.data(),
                hidden_.stride, tile, scratch_, pool_);
     pool_.barrier();
-    linear(layer.down, hidden_, residual_, true, m);
+    linear(layer.down, hidden_, residual_, true, live);
   }
-  norm(model_.norm(), false);
-  linear(model_.head(), normed_, logits_, false, m);
+  norm(model_.norm(), sampled, 0);
+  linear(model_.head(), normed_, logits_, false, sampled);
 
-  each_row([&](int row) {
+  each_row(sampled, [&](int row) {
     float* scores = logits_.row(row);
     if (logits) {
       const size_t vocab = static_cast<size_t>(c.vocab_size);

@@ -1,4 +1,4 @@
-// One decode iteration: one new token for each row, through all layers, to the next token.
+// One iteration: a token for each row, through all layers, to the next token of those that sample.
 //
 // The one place that knows the order of operations of a decoder layer. Does not know instruction
 // sets (kernels.h) or Python.
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "decode_row.h"
 #include "memory.h"
 #include "model.h"
 #include "sampler.h"
@@ -16,30 +17,23 @@
 
 namespace dualpace {
 
-struct DecodeRow {
-  int32_t token = 0;
-  int64_t position = 0;  // of the token; its K and V are written there
-  const int32_t* pages = nullptr;
-  int64_t num_pages = 0;
-  SamplingRow sampling;  // sampling.position is position + 1
-};
-
 class LayerProgram {
  public:
   LayerProgram(const Model& model, ThreadPool& pool, const KernelTable& kernels)
       : model_(model), pool_(pool), kernels_(kernels) {}
 
-  // Decodes `rows` over the KV pages in `arena` (num_pages of `page_tokens` tokens each) and writes
-  // each row's next token; if `logits` is not null also the raw logits [rows][vocab_size]. Throws
-  // std::invalid_argument, before anything is touched, for a token, position or page out of range.
-  // Concurrent callers take turns.
-  void run(const std::vector<DecodeRow>& rows, char* arena, int64_t num_pages, int page_tokens,
-           int32_t* next_tokens, float* logits);
+  // Runs `rows` over the KV pages in `arena` (num_pages of `page_tokens` tokens each) and writes the
+  // next token of the first `sampled`; if `logits` is not null also their raw logits
+  // [sampled][vocab_size]. Rows may be tokens of one request: each sees those before it, because a
+  // layer's K and V are all written before anybody attends. So a prompt is as many rows, of which
+  // the last one samples. Throws std::invalid_argument, before anything is touched, for a token,
+  // position or page out of range. Concurrent callers take turns.
+  void run(const std::vector<DecodeRow>& rows, int sampled, char* arena, int64_t num_pages,
+           int page_tokens, int32_t* next_tokens, float* logits);
 
  private:
-  void check(const std::vector<DecodeRow>& rows, int64_t num_pages, int page_tokens) const;
-  void reserve(int num_rows);
-  void iterate(const std::vector<DecodeRow>& rows, char* arena, int32_t* next_tokens,
+  void reserve(int num_rows, int sampled);
+  void iterate(const std::vector<DecodeRow>& rows, int sampled, char* arena, int32_t* next_tokens,
                float* logits, int thread);
   void append_kv(const Layer& layer, int index, char* arena, int row);
 
@@ -67,7 +61,8 @@ class LayerProgram {
   Rows residual_, normed_, qkv_, attended_, hidden_, logits_, cosine_, sine_;
   std::vector<HugeFloats> tiles_;  // per thread: a normed row, or gate and up columns
   TileScratch scratch_;
-  int capacity_ = 0;
+  int capacity_ = 0;         // rows
+  int logits_capacity_ = 0;  // rows that sample
 };
 
 }  // namespace dualpace

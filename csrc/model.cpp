@@ -14,20 +14,6 @@ size_t vector_bytes(int count) {
   return lines(static_cast<size_t>(round_up(count, kPanel)) * sizeof(float));
 }
 
-const ModelConfig& checked(const ModelConfig& c) {
-  const auto require = [](bool ok, const char* rule) {
-    if (!ok) throw std::invalid_argument(std::string("model dimensions: ") + rule);
-  };
-  require(c.vocab_size > 0 && c.hidden_size > 0 && c.intermediate_size > 0 && c.num_layers > 0,
-          "all sizes must be positive");
-  require(c.num_kv_heads > 0 && c.num_heads > 0 && c.num_heads % c.num_kv_heads == 0,
-          "num_heads must be a multiple of num_kv_heads");
-  require(c.head_dim > 0 && c.head_dim % 2 == 0, "head_dim must be even");
-  require(c.inv_freq.size() == static_cast<size_t>(c.head_dim) / 2,
-          "inv_freq must have head_dim / 2 values");
-  return c;
-}
-
 // Both gate and up get whole panels, so that they can alternate.
 int gate_up_columns(const ModelConfig& c) { return 2 * round_up(c.intermediate_size, kPanel); }
 
@@ -50,6 +36,20 @@ std::string full_name(const std::string& name, int layer) {
 }
 
 }  // namespace
+
+const ModelConfig& checked(const ModelConfig& c) {
+  const auto require = [](bool ok, const char* rule) {
+    if (!ok) throw std::invalid_argument(std::string("model dimensions: ") + rule);
+  };
+  require(c.vocab_size > 0 && c.hidden_size > 0 && c.intermediate_size > 0 && c.num_layers > 0,
+          "all sizes must be positive");
+  require(c.num_kv_heads > 0 && c.num_heads > 0 && c.num_heads % c.num_kv_heads == 0,
+          "num_heads must be a multiple of num_kv_heads");
+  require(c.head_dim > 0 && c.head_dim % 2 == 0, "head_dim must be even");
+  require(c.inv_freq.size() == static_cast<size_t>(c.head_dim) / 2,
+          "inv_freq must have head_dim / 2 values");
+  return c;
+}
 
 Model::Model(const ModelConfig& config)
     : config_(checked(config)), memory_(total_bytes(config)) {

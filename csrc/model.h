@@ -34,6 +34,9 @@ struct ModelConfig {
   int group() const { return num_heads / num_kv_heads; }
 };
 
+// `config`; throws std::invalid_argument for dimensions that cannot work.
+const ModelConfig& checked(const ModelConfig& config);
+
 struct Layer {
   Linear qkv;      // columns: q, k, v
   Linear o;
@@ -47,7 +50,7 @@ struct Layer {
 
 class Model {
  public:
-  // Throws std::invalid_argument for dimensions that cannot work.
+  // Throws what `checked` throws.
   explicit Model(const ModelConfig& config);
 
   // Stores one tensor; `layer` is -1 for the tensors outside the layers. Names: embed_tokens, norm,

@@ -10,6 +10,7 @@ namespace dualpace {
 namespace {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
+constexpr int32_t kLanes = 16;  // of the search for the maximum
 constexpr double kLn2 = 0.6931471805599453;
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
@@ -85,19 +86,26 @@ void Sampler::undo_edits(float* logits) {
 }
 
 int32_t Sampler::choose(float* logits, int vocab, const SamplingRow& row) {
-  int32_t best = 0;
-  float top = kNever;
-  for (int32_t i = 0; i < vocab; ++i) {
-    if (std::isnan(logits[i])) logits[i] = kNever;
-    if (logits[i] > top) {
-      top = logits[i];
-      best = i;
+  // Lane by lane, which compilers turn into vectors; a comparison with a NaN is false.
+  float tops[kLanes];
+  std::fill_n(tops, kLanes, kNever);
+  const int32_t whole = vocab / kLanes * kLanes;
+  for (int32_t i = 0; i < whole; i += kLanes) {
+    for (int32_t j = 0; j < kLanes; ++j) {
+      tops[j] = logits[i + j] > tops[j] ? logits[i + j] : tops[j];
     }
   }
+  for (int32_t i = whole; i < vocab; ++i) tops[0] = logits[i] > tops[0] ? logits[i] : tops[0];
+  const float top = *std::max_element(tops, tops + kLanes);
+  int32_t best = 0;
+  if (top > kNever) best = static_cast<int32_t>(std::find(logits, logits + vocab, top) - logits);
   const double maximum = static_cast<double>(top) / row.temperature;
   // Not finite: greedy (x / 0), nothing left to choose from, or a logit beyond all others.
   if (row.temperature == 0.0 || !std::isfinite(maximum)) return best;
 
+  for (int32_t i = 0; i < vocab; ++i) {
+    if (std::isnan(logits[i])) logits[i] = kNever;
+  }
   const uint64_t key = mix(row.seed + kGolden * (static_cast<uint64_t>(row.position) + 1));
   const auto hash_of = [key](int32_t id) {
     return mix(key + kGolden * (static_cast<uint64_t>(id) + 1));

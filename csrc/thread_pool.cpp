@@ -1,17 +1,15 @@
 #include "thread_pool.h"
 
-#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <climits>
 #include <stdexcept>
 #include <string>
 #include <utility>
+
+#include "futex.h"
 
 namespace dualpace {
 namespace {
@@ -25,19 +23,6 @@ constexpr int kIdleSpinFewCoresUs = 150;
 constexpr int kBarrierSpinUs = 200;
 // Parts per thread that the rest of a shrinking list would make, were they all equal.
 constexpr int kPartsLeft = 3;
-
-inline void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
-long futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
-  uint32_t* address = reinterpret_cast<uint32_t*>(word);
-  return syscall(SYS_futex, address, operation, value, nullptr, nullptr, 0);
-}
 
 cpu_set_t single_cpu(int cpu) {
   cpu_set_t set;
@@ -71,7 +56,7 @@ static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
 void Signal::advance() {
   word_.fetch_add(1, std::memory_order_seq_cst);
-  if (sleepers_.load(std::memory_order_seq_cst) != 0) futex(&word_, FUTEX_WAKE_PRIVATE, INT_MAX);
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(&word_, Reach::kPrivate);
 }
 
 void Signal::wait_past(uint32_t seen, int spin_us) {
@@ -86,7 +71,9 @@ void Signal::wait_past(uint32_t seen, int spin_us) {
   // Announced before the last look at the word: either the waker sees the sleeper, or the sleeper
   // (or the kernel, comparing for it) sees the new word.
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  while (word_.load(std::memory_order_seq_cst) == seen) futex(&word_, FUTEX_WAIT_PRIVATE, seen);
+  while (word_.load(std::memory_order_seq_cst) == seen) {
+    futex_wait(&word_, seen, -1, Reach::kPrivate);
+  }
   sleepers_.fetch_sub(1, std::memory_order_relaxed);
 }
 

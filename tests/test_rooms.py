@@ -18,6 +18,8 @@ import pytest
         "dualpace.policy.registry",
         "dualpace.policy.cost_model",
         "dualpace.sim.world",
+        "dualpace.sim.machine",
+        "dualpace.scheduler.gated",
         "dualpace.cpu.executor",
         "dualpace.models.weights",
         "dualpace.cli.main",

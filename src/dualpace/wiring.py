@@ -19,10 +19,17 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from dualpace.assist.mailbox import (
+    Layout,
+    Mailbox,
+    create_mailbox,
+    mailbox_layout,
+    open_mailbox,
+)
 from dualpace.core.config import (
     Device,
     DType,
@@ -34,7 +41,8 @@ from dualpace.core.config import (
 from dualpace.core.errors import ConfigError, HardwareError
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
-from dualpace.core.plan import Executor
+from dualpace.core.plan import Executor, Route
+from dualpace.cpu._native import supported_isas
 from dualpace.cpu.memory import create_arena, host_pages, map_arena
 from dualpace.cpu.threads import allowed_cores, choose_cores
 from dualpace.gpu.device import cuda_device_count
@@ -48,6 +56,9 @@ from dualpace.models.registry import resolve as resolve_source
 from dualpace.models.spec import load_spec
 from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
+from dualpace.policy.view import Policy
+from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
+from dualpace.profile.settle import host_rules, lacks_profile, settle
 from dualpace.runtime import remove as remove_runtime
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
@@ -55,12 +66,16 @@ from dualpace.server.frontend import Frontend, Limits
 from dualpace.server.tokenizer import NoTokenizer
 from dualpace.supervisor import Launch, Supervisor, Timeouts
 
+if TYPE_CHECKING:
+    from dualpace.cpu.standin import StandInExecutor
+    from dualpace.gpu.executor import TorchExecutor
+
 logger = logging.getLogger(__name__)
 
 ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
-# Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, half a second for
-# 512 of a small one on the stand-in.
-BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 512}
+# Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, a quarter of a
+# second for 256 of a small one on the stand-in, which beyond that outgrow its cache.
+BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 256}
 PR_SET_PDEATHSIG = 1
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
@@ -71,15 +86,17 @@ class EngineJob(msgspec.Struct, frozen=True):
     launch: Launch
     config: EngineConfig
     arena_fd: int | None
+    mailbox_fd: int | None
     log_level: int
 
 
 # -- options -------------------------------------------------------------------------------------
 
 
-def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
+def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[EngineConfig, ModelSpec]:
     """Settle every "auto" and check what can be checked before anything is started.
 
+    to_measure: for a profile, so without regard to one.
     Raises `ConfigError`, `ModelError` or `HardwareError`, each naming what to change.
     """
     source = resolve_source(options.model)
@@ -102,7 +119,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
             if options.host_kv_size == "auto"
             else parse_size(options.host_kv_size, "host-kv-size")
         )
-        copies = 2 if device == "cpu" else 1
+        copies = (device == "cpu") + (options.host_weights == "auto")
         most = pages_per_sequence * options.max_num_seqs
         pages = host_pages("host-kv-size", asked, page_bytes, copies * weight_bytes, most)
     cores = choose_cores(options.cpu_cores)
@@ -110,7 +127,7 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
     if options.gpu_kv_tokens is not None:
         gpu_pages = options.gpu_kv_tokens // options.page_tokens
     elif device == "cpu":
-        # The C++ engine decodes faster than the stand-in: give that one no seats unless it must.
+        # Prompts keep the stand-in busy, and decodes in their steps would wait for them.
         gpu_pages = 0 if pages else pages_per_sequence * STANDIN_SEQUENCES
     if gpu_pages == 0 and pages == 0:
         raise ConfigError(
@@ -139,15 +156,38 @@ def resolve(options: EngineOptions) -> tuple[EngineConfig, ModelSpec]:
         host_pages=pages,
         cpu_ids=cores,
         cpu_isa=options.cpu_isa,
+        cpu_route=_route(options, device) if pages else "local",
+        host_weights=options.host_weights == "auto",
         seed=options.seed,
     )
-    logger.info(
+    if not to_measure:
+        config = settle(options, config, fingerprint_of(config, spec), weight_bytes)
+        pages = config.host_pages
+    level = logging.DEBUG if to_measure else logging.INFO
+    logger.log(
+        level,
         "%s: %s, %s on %s; pages of %d tokens (%s); host KV %s = %d tokens; CPU engine on cores %s",
         options.model, spec.architecture, dtype, device, options.page_tokens,
         format_size(page_bytes), format_size(pages * page_bytes), pages * options.page_tokens,
         ", ".join(map(str, cores)),
     )  # fmt: skip
     return config, spec
+
+
+def _route(options: EngineOptions, device: Device) -> Route:
+    """Local is the default while nobody has measured what assisted iterations cost the GPU."""
+    route = options.cpu_route
+    if route == "auto":
+        route = "local" if options.host_weights == "auto" else "assist"
+    if route != "local" and device == "cuda":
+        raise HardwareError(f"--cpu-route {route}: the GPU engine does not assist on CUDA")
+    return route
+
+
+def fingerprint_of(config: EngineConfig, spec: ModelSpec) -> Fingerprint:
+    """What a profile must have been measured on, to hold for this configuration."""
+    isa = supported_isas()[-1] if config.cpu_isa == "auto" else config.cpu_isa
+    return take_fingerprint(config, spec, isa)
 
 
 def _device(options: EngineOptions) -> Device:
@@ -172,7 +212,7 @@ class Server:
     frontend: Frontend
     supervisor: Supervisor
     _inbox: asyncio.Task[None]
-    _arena_fd: int | None
+    _descriptors: tuple[int, ...]
 
     @classmethod
     async def start(cls, options: EngineOptions) -> Server:
@@ -181,10 +221,15 @@ class Server:
         Raises `ConfigError`, `ModelError`, `HardwareError`, or `EngineError` with an engine's own
         reason; then nothing is left running.
         """
+        await _profile_first(options)
         config, spec = resolve(options)
         arena_bytes = config.host_pages * config.page_bytes
         arena_fd = create_arena(arena_bytes) if arena_bytes else None
-        supervisor = _supervisor(options, config, arena_fd)
+        mailbox_fd = None
+        if config.cpu_route != "local":
+            mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
+        descriptors = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
+        supervisor = _supervisor(options, config, arena_fd, mailbox_fd)
         starting = asyncio.ensure_future(supervisor.start())
         inbox: asyncio.Task[None] | None = None
         try:
@@ -199,29 +244,50 @@ class Server:
             inbox = asyncio.ensure_future(_dispatch(supervisor, frontend))
             await starting
         except BaseException:
-            await _stop(starting, inbox, supervisor, arena_fd)
+            await _stop(starting, inbox, supervisor, descriptors)
             raise
-        return cls(config, spec, frontend, supervisor, inbox, arena_fd)
+        return cls(config, spec, frontend, supervisor, inbox, descriptors)
 
     async def close(self) -> None:
         """End every stream, stop the engines, give memory back."""
         self.frontend.fail_all("the server is shutting down")
-        await _stop(None, self._inbox, self.supervisor, self._arena_fd)
+        await _stop(None, self._inbox, self.supervisor, self._descriptors)
+
+
+async def _profile_first(options: EngineOptions) -> None:
+    """Measure this machine and model for half a minute, if that is of use and was never done."""
+    if options.profile != "auto" or _device(options) != "cuda":
+        return
+    config, spec = resolve(options, to_measure=True)
+    if not lacks_profile(options, config, fingerprint_of(config, spec)):
+        return
+    logger.info("measuring for a profile first: half a minute, once (--profile none goes without)")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "dualpace.cli.quick_profile", msgspec.json.encode(options).decode()
+    )
+    try:
+        code = await process.wait()
+    except BaseException:
+        process.kill()
+        await process.wait()
+        raise
+    if code:
+        logger.warning("there is no profile: measuring ended with code %d; going on without", code)
 
 
 async def _stop(
     starting: asyncio.Task[None] | None,
     inbox: asyncio.Task[None] | None,
     supervisor: Supervisor,
-    arena_fd: int | None,
+    descriptors: tuple[int, ...],
 ) -> None:
     for task in (starting, inbox):
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
     await supervisor.close()
-    if arena_fd is not None:
-        os.close(arena_fd)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _load_tokenizer(options: EngineOptions) -> Any:
@@ -234,12 +300,19 @@ def _load_tokenizer(options: EngineOptions) -> Any:
     return load_tokenizer(resolve_source(options.model))
 
 
-def _supervisor(options: EngineOptions, config: EngineConfig, arena_fd: int | None) -> Supervisor:
+def _mailbox_layout(config: EngineConfig, spec: ModelSpec) -> Layout:
+    return mailbox_layout(spec, config.dtype, config.max_num_seqs, config.max_model_len)
+
+
+def _supervisor(
+    options: EngineOptions, config: EngineConfig, arena_fd: int | None, mailbox_fd: int | None
+) -> Supervisor:
     def command(launch: Launch) -> list[str]:
-        job = EngineJob(launch, config, arena_fd, logging.getLogger().getEffectiveLevel())
+        level = logging.getLogger().getEffectiveLevel()
+        job = EngineJob(launch, config, arena_fd, mailbox_fd, level)
         return [sys.executable, "-m", "dualpace.cli.engine", msgspec.json.encode(job).decode()]
 
-    pass_fds = () if arena_fd is None else (arena_fd,)
+    pass_fds = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
     timeouts = Timeouts(options.engine_timeout, options.step_timeout)
     return Supervisor(command, pass_fds, config.host_pages, timeouts)
 
@@ -282,7 +355,7 @@ def run_engine(job_text: str) -> None:
         build = _build_gpu if launch.name == GPU else _build_cpu
         # A second engine that loads at the same time would draw over this one's bar.
         bar = sys.stderr.isatty() and job.arena_fd is None
-        scheduler, executor, ready = build(config, arena, port.wake, bar=bar)
+        scheduler, executor, ready = build(config, arena, port.wake, job.mailbox_fd, bar=bar)
         if launch.name == CPU:
             port.connect(GPU, launch.gpu_address)
         port.send(FRONTEND, ready)
@@ -301,13 +374,15 @@ def run_engine(job_text: str) -> None:
 
 
 def _build_gpu(
-    config: EngineConfig, arena: Any, wake: Callable[[], None], *, bar: bool = False
+    config: EngineConfig,
+    arena: Any,
+    wake: Callable[[], None],
+    mailbox_fd: int | None = None,
+    *,
+    bar: bool = False,
 ) -> tuple[Scheduler, Executor, EngineReady]:
-    from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
-
-    spec, weights = _checkpoint(config, GPU, bar)
-    executor = TorchExecutor(config, spec, weights, arena=arena, wake=wake)
-    policy = make_policy(config.policy, config.max_num_seqs)
+    executor = _gpu_executor(config, arena, wake, mailbox_fd, bar)
+    policy = _policy(config, load_spec(resolve_source(config.model)))
     scheduler = GpuScheduler(
         policy,
         executor.gpu_pages,
@@ -321,20 +396,78 @@ def _build_gpu(
     return scheduler, executor, ready
 
 
+def _gpu_executor(
+    config: EngineConfig,
+    arena: Any,
+    wake: Callable[[], None],
+    mailbox_fd: int | None,
+    bar: bool,
+) -> TorchExecutor | StandInExecutor:
+    """Torch for CUDA. Without a GPU the C++ engine stands in; and torch again where that has none
+    but its portable kernels, which are there to be right and not to be fast, and where the CPU
+    engine is to be assisted."""
+    spec, weights = _checkpoint(config, GPU, bar)
+    fast = "portable" not in (supported_isas()[-1], config.cpu_isa)
+    if config.device == "cpu" and fast and mailbox_fd is None:
+        from dualpace.cpu.model import CpuModel
+        from dualpace.cpu.standin import StandInExecutor
+
+        cores = _stand_in_cores(config)
+        model = CpuModel(spec, weights, dtype=config.dtype, cores=cores, isa=config.cpu_isa)
+        return StandInExecutor(model, config.gpu_pages or 0, arena, config.page_tokens, wake)
+    from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
+
+    mailbox = _open_mailbox(config, spec, mailbox_fd, "gpu")
+    return TorchExecutor(config, spec, weights, arena=arena, wake=wake, mailbox=mailbox)
+
+
+def _stand_in_cores(config: EngineConfig) -> tuple[int, ...]:
+    """The cores that the CPU engine leaves; all of them where it does not run."""
+    spare = tuple(core for core in allowed_cores() if core not in config.cpu_ids)
+    return (spare if config.host_pages and spare else config.cpu_ids)[: config.gpu_threads]
+
+
 def _build_cpu(
-    config: EngineConfig, arena: Any, wake: Callable[[], None], *, bar: bool = False
+    config: EngineConfig,
+    arena: Any,
+    wake: Callable[[], None],
+    mailbox_fd: int | None = None,
+    *,
+    bar: bool = False,
 ) -> tuple[Scheduler, Executor, EngineReady]:
     from dualpace.cpu.executor import CpuExecutor
     from dualpace.cpu.model import CpuModel
 
     spec, weights = _checkpoint(config, CPU, bar)
-    model = CpuModel(spec, weights, dtype=config.dtype, cores=config.cpu_ids, isa=config.cpu_isa)
-    executor = CpuExecutor(model, arena, config.page_tokens, wake)
-    policy = make_policy(config.policy, config.max_num_seqs)
+    model = CpuModel(
+        spec,
+        weights if config.host_weights else None,
+        dtype=config.dtype,
+        cores=config.cpu_ids,
+        isa=config.cpu_isa,
+        mailbox=_open_mailbox(config, spec, mailbox_fd, "cpu"),
+    )
+    executor = CpuExecutor(
+        model, arena, config.page_tokens, wake, route=lambda batch: config.cpu_route
+    )
+    policy = _policy(config, spec)
     scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     tokens = config.host_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)
     return scheduler, executor, ready
+
+
+def _open_mailbox(
+    config: EngineConfig, spec: ModelSpec, descriptor: int | None, side: Literal["cpu", "gpu"]
+) -> Mailbox | None:
+    if descriptor is None:
+        return None
+    return open_mailbox(descriptor, _mailbox_layout(config, spec), side)
+
+
+def _policy(config: EngineConfig, spec: ModelSpec) -> Policy:
+    rules = host_rules(config, spec.num_parameters * ELEMENT_BYTES[config.dtype])
+    return make_policy(config.policy, config.max_num_seqs, rules, config.gpu_itl_target)
 
 
 def profile_executors(config: EngineConfig) -> Generator[tuple[str, Executor, int], None]:
@@ -342,6 +475,7 @@ def profile_executors(config: EngineConfig) -> Generator[tuple[str, Executor, in
 
     One is closed before the next is built. Close the generator to end early.
     """
+    config = msgspec.structs.replace(config, cpu_route="local", host_weights=True)
     arena_bytes = config.host_pages * config.page_bytes
     arena_fd = create_arena(arena_bytes)
     arena = map_arena(arena_fd, arena_bytes) if arena_bytes else None

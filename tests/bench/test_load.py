@@ -66,6 +66,14 @@ def test_both_trace_formats_give_the_same_requests(tmp_path: Path, rows: str) ->
     assert second == LoadRequest(396, 109, pytest.approx(4.314579))
 
 
+def test_rows_that_are_too_long_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = [(9, 2), (8, 2), (1, 10), (5, 5), (1, 1)]
+    path.write_text(HEADER + "".join(f"2024-05-12 00:00:00+00:00,{p},{o}\n" for p, o in rows))
+    load = read_azure_csv(path, limit=2, longest=10)
+    assert [(row.prompt_tokens, row.output_tokens) for row in load] == [(8, 2), (5, 5)]
+
+
 def test_trace_stops_at_the_limit_and_takes_whole_seconds(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(HEADER + "2024-05-12 00:00:00+00:00,0,0\n" * 3 + "junk\n")

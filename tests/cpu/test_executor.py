@@ -28,7 +28,7 @@ class RecordingModel:
     def prepare_arena(self, arena, offset: int, length: int) -> str:
         return "4 KiB pages"
 
-    def decode(self, rows, arena, page_tokens) -> Decoded:
+    def decode(self, rows, arena, page_tokens, *, route) -> Decoded:
         assert self.gate.wait(5)
         if any(row.pages == [99] for row in rows):
             raise ValueError("row 0: page id 99 is out of range")

@@ -1,4 +1,4 @@
-"""The C++ engine under the sanitizers: no race, no access past an end, no undefined behaviour."""
+"""The C++ code under the sanitizers: no race, no access past an end, no undefined behaviour."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def test_the_engine_runs_clean(sanitizer: str, tmp_path: Path) -> None:
         [cmake, "-S", str(ROOT), "-B", str(build), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}",
          f"-DCMAKE_CXX_COMPILER={compiler}", f"-DDUALPACE_SANITIZE={sanitizer}"],
         [cmake, "--build", str(build)],
+        [*prefix, str(build / "test_mailbox")],
         [*prefix, str(build / "test_native")],
     ):  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from dualpace.assist.mailbox import create_mailbox, mailbox_layout, open_mailbox
 from dualpace.core.config import DType, EngineConfig
 from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import CPU, FRONTEND, GPU, PeerUp, Submit, TokenEvent, Tokens
-from dualpace.core.plan import Executor
+from dualpace.core.plan import Batch, Executor, Route
 from dualpace.core.request import RequestState
 from dualpace.cpu.executor import CpuExecutor
 from dualpace.cpu.model import CpuModel
+from dualpace.cpu.standin import StandInExecutor
+from dualpace.cpu.threads import allowed_cores
 from dualpace.gpu.executor import TorchExecutor
 from dualpace.loop import EngineLoop
 from dualpace.models.registry import ModelSource, resolve
@@ -29,6 +34,8 @@ from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.sim.clock import VirtualClock
 from dualpace.sim.network import Network
+
+GpuKind = Literal["torch", "stand-in"]  # what the GPU engine runs on
 
 PAGE_TOKENS = 16
 STEPS = 64
@@ -48,7 +55,12 @@ class Engines:
     """The product's two engines over real weights; only processes and sockets are left out."""
 
     def __init__(
-        self, source: ModelSource, dtype: DType, gpu_pages: int = 600, host_pages: int = 600
+        self,
+        source: ModelSource,
+        dtype: DType,
+        gpu: GpuKind,
+        gpu_pages: int = 600,
+        host_pages: int = 600,
     ) -> None:
         spec = load_spec(source)
         page_bytes = spec.page_bytes(PAGE_TOKENS, 4 if dtype == "float32" else 2)
@@ -70,14 +82,34 @@ class Engines:
             host_pages=host_pages,
             cpu_ids=(0,),
             cpu_isa="auto",
+            cpu_route="local",
+            host_weights=True,
             seed=0,
         )
         arena = bytearray(host_pages * page_bytes)
-        model = CpuModel(spec, iter_weights(source, spec, dtype), dtype=dtype, cores=(0,))
-        self.cpu: Executor = CpuExecutor(model, arena, PAGE_TOKENS, lambda: None)
-        self.gpu: Executor = TorchExecutor(
-            self.config, spec, iter_weights(source, spec, dtype), arena=arena, wake=lambda: None
+        self.route: Callable[[Batch], Route] = lambda batch: "local"
+        cpu_end = gpu_end = None
+        if gpu == "torch":
+            layout = mailbox_layout(spec, dtype, 256, spec.max_position_embeddings)
+            descriptor = create_mailbox(layout)
+            cpu_end = open_mailbox(descriptor, layout, "cpu")
+            gpu_end = open_mailbox(descriptor, layout, "gpu")
+            os.close(descriptor)
+        model = CpuModel(
+            spec, iter_weights(source, spec, dtype), dtype=dtype, cores=(0,), mailbox=cpu_end
         )
+        self.cpu: Executor = CpuExecutor(
+            model, arena, PAGE_TOKENS, lambda: None, lambda batch: self.route(batch)
+        )
+        weights = iter_weights(source, spec, dtype)
+        self.gpu: Executor
+        if gpu == "stand-in":
+            standin = CpuModel(spec, weights, dtype=dtype, cores=allowed_cores()[-1:])
+            self.gpu = StandInExecutor(standin, gpu_pages, arena, PAGE_TOKENS, lambda: None)
+        else:
+            self.gpu = TorchExecutor(
+                self.config, spec, weights, arena=arena, wake=lambda: None, mailbox=gpu_end
+            )
 
     def run(self, policy: Policy, states: list[RequestState], gpu_depth: int = 1) -> Run:
         """Serve `states`, all submitted at once, until each has finished.
@@ -144,18 +176,30 @@ MakeEngines = Callable[[ModelSource], Engines]
 
 
 @pytest.fixture(scope="session")
-def make_engines() -> Iterator[MakeEngines]:
+def engines_by_kind() -> Iterator[Callable[[ModelSource, GpuKind], Engines]]:
     """Engines of a checkpoint in fp32, built once for all tests that ask for the same."""
-    made: dict[ModelSource, Engines] = {}
+    made: dict[tuple[ModelSource, GpuKind], Engines] = {}
 
-    def make(source: ModelSource) -> Engines:
-        if source not in made:
-            made[source] = Engines(source, "float32")
-        return made[source]
+    def make(source: ModelSource, kind: GpuKind) -> Engines:
+        if (source, kind) not in made:
+            made[source, kind] = Engines(source, "float32", kind)
+        return made[source, kind]
 
     yield make
     for engines in made.values():
         engines.close()
+
+
+@pytest.fixture(scope="session", params=["torch", "stand-in"])
+def make_engines(request: pytest.FixtureRequest, engines_by_kind: Any) -> MakeEngines:
+    """Engines whose GPU half runs on one and on the other."""
+    return partial(engines_by_kind, kind=request.param)
+
+
+@pytest.fixture(scope="session")
+def make_torch_engines(engines_by_kind: Any) -> MakeEngines:
+    """Engines whose GPU half runs on torch, and assists the CPU's."""
+    return partial(engines_by_kind, kind="torch")
 
 
 def greedy(model: Any, prompt: list[int], count: int, **rules: Any) -> list[int]:

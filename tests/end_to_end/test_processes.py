@@ -110,9 +110,8 @@ def test_killing_the_cpu_engine_in_mid_decode_loses_nothing(tiny: Any) -> None:
             first = server.supervisor.pids["cpu"]
             again = await answers(server, tiny, KillAfter(server, "cpu", 700))
             assert again == before
-            while server.frontend.missing:
+            while server.supervisor.pids["cpu"] == first or server.frontend.missing:
                 await asyncio.sleep(0.05)
-            assert server.supervisor.pids["cpu"] != first
             engines: set[str] = set()
             assert await answers(server, tiny, engines.add) == before
             assert engines == {"gpu", "cpu"}
@@ -141,6 +140,27 @@ def test_a_stopped_engine_is_killed_and_recovered_like_a_dead_one(tiny: Any, eng
             metrics = server.frontend.metrics.render().decode()
             assert f'dualpace_engine_hangs_total{{engine="{engine}"}} 1.0' in metrics
             assert await answers(server, tiny, lambda engine: None) == before
+            await all_pages_free(server)
+
+    asyncio.run(scenario())
+
+
+def test_a_host_without_weights_serves_and_survives_the_cpu_engines_death(tiny: Any) -> None:
+    """The GPU engine computes the dense part of every iteration of the CPU engine."""
+
+    async def scenario() -> None:
+        chosen = options(tiny, cpu_route="assist2", host_weights="none", gpu_kv_tokens=700)
+        async with serving(chosen) as server:
+            engines: Counter[str] = Counter()
+            before = await answers(server, tiny, lambda engine: engines.update([engine]))
+            assert [tokens[:64] for tokens in before[:5]] == tiny.answers
+            assert engines["cpu"] > OUTPUT_TOKENS
+            assert await answers(server, tiny, KillAfter(server, "cpu", 300)) == before
+            while server.frontend.missing:
+                await asyncio.sleep(0.05)
+            again: Counter[str] = Counter()
+            assert await answers(server, tiny, lambda engine: again.update([engine])) == before
+            assert again["cpu"] > OUTPUT_TOKENS
             await all_pages_free(server)
 
     asyncio.run(scenario())

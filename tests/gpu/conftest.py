@@ -1,4 +1,5 @@
-"""A tiny random Llama, and an executor over it on the CPU stand-in and on a GPU if there is one."""
+"""A tiny random Llama, and the GPU engine's executors over it: torch's, and the one that stands in
+for it where there is no GPU, which keeps the same contract."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dualpace.core.config import EngineConfig
 from dualpace.core.model_spec import ModelSpec
+from dualpace.cpu.model import CpuModel
+from dualpace.cpu.standin import StandInExecutor
 from dualpace.gpu.executor import TorchExecutor
 from dualpace.models.registry import ModelSource
 from dualpace.models.spec import load_spec
@@ -69,6 +72,8 @@ def config(spec: ModelSpec) -> EngineConfig:
         host_pages=HOST_PAGES,
         cpu_ids=(0,),
         cpu_isa="auto",
+        cpu_route="local",
+        host_weights=True,
         seed=0,
     )
 
@@ -90,17 +95,22 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(params=["cpu", "stand-in", pytest.param("cuda", marks=needs_cuda)])
 def executor(
-    device: str,
+    request: pytest.FixtureRequest,
     checkpoint: tuple[ModelSource, Any],
     spec: ModelSpec,
     config: EngineConfig,
     arena: bytearray,
-) -> Iterator[TorchExecutor]:
+) -> Iterator[TorchExecutor | StandInExecutor]:
     weights = iter_weights(checkpoint[0], spec, "float32")
-    config = msgspec.structs.replace(config, device=device)
-    executor = TorchExecutor(config, spec, weights, arena=arena, wake=lambda: None)
+    executor: TorchExecutor | StandInExecutor
+    if request.param == "stand-in":
+        model = CpuModel(spec, weights, dtype="float32", cores=config.cpu_ids)
+        executor = StandInExecutor(model, GPU_PAGES, arena, PAGE_TOKENS, lambda: None)
+    else:
+        config = msgspec.structs.replace(config, device=request.param)
+        executor = TorchExecutor(config, spec, weights, arena=arena, wake=lambda: None)
     yield executor
     executor.close()
 
@@ -123,3 +133,44 @@ def greedy(checkpoint: tuple[ModelSource, Any]) -> Callable[[list[int], int], li
         return [int(token) for token in out[0, len(prompt) :]]
 
     return generate
+
+
+# Heads as wide as FlashInfer's kernels want them.
+WIDE = dict(
+    vocab_size=640, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+    num_attention_heads=8, num_key_value_heads=2, head_dim=128, max_position_embeddings=512,
+    initializer_range=0.06,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session", params=["llama", "qwen3"])
+def wide(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(source, transformers' model in float32 with weights that bfloat16 can hold)"""
+    torch.manual_seed(5)
+    reference: Any
+    if request.param == "llama":
+        reference = LlamaForCausalLM(LlamaConfig(**WIDE))
+    else:
+        reference = Qwen3ForCausalLM(Qwen3Config(**WIDE))
+        for name, parameter in reference.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    # Only the parameters: `Module.bfloat16` would round the rotary frequencies as well.
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    folder = tmp_path_factory.mktemp(request.param)
+    reference.save_pretrained(folder)
+    return ModelSource(Path(folder), "hf"), reference.eval().cuda()
+
+
+@pytest.fixture(scope="session")
+def wide_config(wide: Any) -> EngineConfig:
+    spec = load_spec(wide[0])
+    return EngineConfig(
+        model="tiny", load_format="auto", dtype="bfloat16", device="cuda", policy="gpu-only",
+        max_model_len=512, max_num_seqs=24, max_num_batched_tokens=2048, steps_in_flight=2,
+        page_tokens=32, page_bytes=spec.page_bytes(32, 2), gpu_pages=120,
+        gpu_memory_utilization=0.5, gpu_threads=1, host_pages=0, cpu_ids=(0,), cpu_isa="auto",
+        cpu_route="local", host_weights=True,
+        seed=0,
+    )  # fmt: skip

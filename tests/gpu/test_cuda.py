@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dualpace.core.config import EngineConfig
 from dualpace.core.history import TokenHistory
@@ -22,7 +20,6 @@ from dualpace.gpu.flashinfer_model import FlashInferModel
 from dualpace.gpu.runner import ModelRunner
 from dualpace.gpu.sampler import SampleRow, sample
 from dualpace.gpu.step_input import flatten
-from dualpace.models.registry import ModelSource
 from dualpace.models.spec import load_spec
 from dualpace.models.weights import iter_weights
 
@@ -31,51 +28,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 PAGE_TOKENS = 32
-SHAPE = dict(
-    vocab_size=640, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
-    num_attention_heads=8, num_key_value_heads=2, head_dim=128, max_position_embeddings=512,
-    initializer_range=0.06,
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(source, transformers' model in float32 with weights that bfloat16 can hold)"""
-    torch.manual_seed(5)
-    reference: Any
-    if request.param == "llama":
-        reference = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    else:
-        reference = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
-        for name, parameter in reference.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    # Only the parameters: `Module.bfloat16` would round the rotary frequencies as well.
-    for parameter in reference.parameters():
-        parameter.data = parameter.data.bfloat16().float()
-    folder = tmp_path_factory.mktemp(request.param)
-    reference.save_pretrained(folder)
-    return ModelSource(Path(folder), "hf"), reference.eval().cuda()
 
 
 @pytest.fixture(scope="module")
-def config(model: Any) -> EngineConfig:
-    spec = load_spec(model[0])
-    return EngineConfig(
-        model="tiny", load_format="auto", dtype="bfloat16", device="cuda", policy="gpu-only",
-        max_model_len=512, max_num_seqs=24, max_num_batched_tokens=2048, steps_in_flight=2,
-        page_tokens=PAGE_TOKENS, page_bytes=spec.page_bytes(PAGE_TOKENS, 2), gpu_pages=120,
-        gpu_memory_utilization=0.5, gpu_threads=1, host_pages=0, cpu_ids=(0,), cpu_isa="auto",
-        seed=0,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def runner(model: Any, config: EngineConfig) -> Iterator[ModelRunner]:
-    source = model[0]
+def runner(wide: Any, wide_config: EngineConfig) -> Iterator[ModelRunner]:
+    source = wide[0]
     spec = load_spec(source)
     with torch.inference_mode():
-        yield ModelRunner(config, spec, iter_weights(source, spec, "bfloat16"), None, lambda: None)
+        yield ModelRunner(
+            wide_config, spec, iter_weights(source, spec, "bfloat16"), None, lambda: None
+        )
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -105,13 +67,15 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def test_logits_are_as_near_to_float32_as_transformers_own_bfloat16(
-    runner: ModelRunner, model: Any
+    runner: ModelRunner, wide: Any
 ) -> None:
-    wide = model[1]
+    reference = wide[1]
     prompts = [prompt(length, length) for length in (1, 31, 32, 33, 100, 127)]
-    narrow = type(wide).from_pretrained(model[0].path, dtype=torch.bfloat16).cuda()
+    narrow = type(reference).from_pretrained(wide[0].path, dtype=torch.bfloat16).cuda()
     with torch.inference_mode():
-        exact = torch.stack([wide(torch.tensor([ids]).cuda()).logits[0, -1] for ids in prompts])
+        exact = torch.stack(
+            [reference(torch.tensor([ids]).cuda()).logits[0, -1] for ids in prompts]
+        )
         rough = torch.stack([narrow(torch.tensor([ids]).cuda()).logits[0, -1] for ids in prompts])
     whole = logits_of(
         runner, [row(f"r{i}", ids, 0, pages_of(i)) for i, ids in enumerate(prompts[1:], 1)]
@@ -266,14 +230,14 @@ def test_a_penalty_counts_the_token_that_only_the_device_knows(runner: ModelRunn
 
 
 def test_out_of_memory_frees_the_step_and_the_next_one_runs(
-    model: Any, config: EngineConfig, make_ballast: Callable[[], torch.Tensor]
+    wide: Any, wide_config: EngineConfig, make_ballast: Callable[[], torch.Tensor]
 ) -> None:
     from dualpace.core.errors import StepTooLargeError
 
-    source = model[0]
+    source = wide[0]
     spec = load_spec(source)
     executor = TorchExecutor(
-        config, spec, iter_weights(source, spec, "bfloat16"), arena=None, wake=lambda: None
+        wide_config, spec, iter_weights(source, spec, "bfloat16"), arena=None, wake=lambda: None
     )
     long = Batch(1, tuple(row(f"r{i}", prompt(100, i), 0, pages_of(i)) for i in range(20)))
     expected = executor.launch(long).result()
@@ -308,8 +272,8 @@ def make_ballast() -> Callable[[], torch.Tensor]:
 class Served:
     """An executor with a host arena, and one request driven by hand."""
 
-    def __init__(self, model: Any, config: EngineConfig, host_pages: int = 64) -> None:
-        source = model[0]
+    def __init__(self, wide: Any, config: EngineConfig, host_pages: int = 64) -> None:
+        source = wide[0]
         self.spec = load_spec(source)
         self.config = msgspec.structs.replace(config, host_pages=host_pages, policy="dualpace")
         self.arena = mmap.mmap(-1, host_pages * config.page_bytes)
@@ -338,11 +302,11 @@ def host(part: BatchRow, pages: list[int]) -> BatchRow:
 
 @pytest.mark.parametrize("budget", [2048, 64])
 def test_a_prompt_for_the_host_is_computed_as_one_with_a_seat_and_lands_whole(
-    model: Any, config: EngineConfig, budget: int
+    wide: Any, wide_config: EngineConfig, budget: int
 ) -> None:
-    """With the small budget its first chunks leave the GPU before the last one is computed, which
-    then is the torch twin's: as near as bfloat16 is, but not the same bit by bit."""
-    served = Served(model, msgspec.structs.replace(config, max_num_batched_tokens=budget))
+    """With the small budget its first chunks leave the GPU before the last one is computed, and
+    come back from the host a layer at a time: as near as bfloat16 is, not the same bit by bit."""
+    served = Served(wide, msgspec.structs.replace(wide_config, max_num_batched_tokens=budget))
     length, chunk = 300, 64
     ids = prompt(length, 3)
     seat = [*pages_of(3), *pages_of(4), *pages_of(5)]
@@ -378,16 +342,18 @@ def test_a_prompt_for_the_host_is_computed_as_one_with_a_seat_and_lands_whole(
     served.executor.close()
 
 
-def test_copies_go_beside_the_steps_and_bring_every_byte(model: Any, config: EngineConfig) -> None:
-    served = Served(model, config)
+def test_copies_go_beside_the_steps_and_bring_every_byte(
+    wide: Any, wide_config: EngineConfig
+) -> None:
+    served = Served(wide, wide_config)
     generator = np.random.default_rng(0)
-    content = generator.integers(0, 255, 10 * config.page_bytes, dtype=np.uint8)
+    content = generator.integers(0, 255, 10 * wide_config.page_bytes, dtype=np.uint8)
     served.arena.seek(0)
     served.arena.write(content.tobytes())
     scattered = [5, 6, 7, 2, 0, 1, 9, 8, 3, 4]
     served.copy("load", scattered, list(range(10)))
     served.copy("store", list(range(10)), [p + 20 for p in scattered])
-    size = config.page_bytes
+    size = wide_config.page_bytes
     back = np.frombuffer(served.arena, np.uint8, 10 * size, 20 * size)
     assert np.array_equal(back, content)
     del back

@@ -1,4 +1,4 @@
-"""Steps and copies of the torch executor, against transformers' generate."""
+"""Steps and copies of the GPU engine's executors, against transformers' generate."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dualpace.core.errors import EngineError
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, BatchRow, CopyJob, Tier
 from dualpace.core.sampling import DecodeParams
+from dualpace.cpu.standin import StandInExecutor
 from dualpace.gpu.executor import TorchExecutor
 from dualpace.gpu.memory import largest_batch
 from dualpace.models.registry import ModelSource
@@ -24,6 +25,7 @@ from dualpace.models.weights import iter_weights
 
 GREEDY = DecodeParams(temperature=0.0)
 Generate = Callable[[list[int], int], list[int]]
+Executor = TorchExecutor | StandInExecutor
 
 
 class Sequence:
@@ -55,7 +57,7 @@ class Sequence:
         )
 
 
-def step(executor: TorchExecutor, sequences: list[Sequence], chunk: int) -> None:
+def step(executor: Executor, sequences: list[Sequence], chunk: int) -> None:
     rows = tuple(sequence.row(chunk) for sequence in sequences)
     outcome = executor.launch(Batch(number=1, rows=rows)).result(timeout=60).tokens
     for sequence, row, token in zip(sequences, rows, outcome, strict=True):
@@ -70,7 +72,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_chunked_prefill_beside_decodes_in_both_tiers_equals_generate(
-    chunk: int, executor: TorchExecutor, greedy: Generate
+    chunk: int, executor: Executor, greedy: Generate
 ) -> None:
     short = [
         Sequence("a", prompt(3, 1), [5, 2], "gpu"),
@@ -112,7 +114,7 @@ def test_logprobs_come_for_the_rows_that_asked_and_sampled(
 
 
 def test_a_sequence_goes_on_after_moving_between_the_tiers(
-    executor: TorchExecutor, greedy: Generate, arena: bytearray, config: EngineConfig
+    executor: Executor, greedy: Generate, arena: bytearray, config: EngineConfig
 ) -> None:
     sequence = Sequence("a", prompt(40, 5), [3, 8, 1], "host")
     step(executor, [sequence], 64)
@@ -133,7 +135,7 @@ def test_a_sequence_goes_on_after_moving_between_the_tiers(
     assert sequence.output == greedy(sequence.prompt, 4)
 
 
-def test_many_decode_rows_in_one_step_do_not_mix(executor: TorchExecutor, greedy: Generate) -> None:
+def test_many_decode_rows_in_one_step_do_not_mix(executor: Executor, greedy: Generate) -> None:
     sequences = [Sequence(str(i), prompt(3 + 2 * i, i), [i], "gpu") for i in range(6)]
     sequences += [Sequence(f"h{i}", prompt(1 + i, i), [i], "host") for i in range(3)]
     for _ in range(3):
@@ -142,7 +144,7 @@ def test_many_decode_rows_in_one_step_do_not_mix(executor: TorchExecutor, greedy
         assert sequence.output == greedy(sequence.prompt, 3)
 
 
-def test_banned_ids_are_not_sampled(executor: TorchExecutor, greedy: Generate) -> None:
+def test_banned_ids_are_not_sampled(executor: Executor, greedy: Generate) -> None:
     ids = prompt(5, 6)
     first = greedy(ids, 1)
     row = msgspec.structs.replace(Sequence("a", ids, [0], "gpu").row(8), banned_ids=(first[0], 149))
@@ -154,7 +156,7 @@ def test_banned_ids_are_not_sampled(executor: TorchExecutor, greedy: Generate) -
     ("pages", "tier"), [([12], "gpu"), ([-1], "gpu"), ([16], "host"), ([], "gpu")]
 )
 def test_a_failing_step_fails_its_own_ticket_only(
-    pages: list[int], tier: Tier, executor: TorchExecutor, greedy: Generate
+    pages: list[int], tier: Tier, executor: Executor, greedy: Generate
 ) -> None:
     bad = executor.launch(Batch(number=1, rows=(Sequence("bad", [1, 2], pages, tier).row(2),)))
     good = executor.launch(Batch(number=2, rows=(Sequence("good", [1, 2], [0], "gpu").row(2),)))
@@ -165,7 +167,7 @@ def test_a_failing_step_fails_its_own_ticket_only(
 
 @pytest.mark.parametrize(("source", "target"), [([16], [0]), ([0], [12]), ([0, 1], [2])])
 def test_a_failing_copy_fails_its_own_ticket_only(
-    source: list[int], target: list[int], executor: TorchExecutor
+    source: list[int], target: list[int], executor: Executor
 ) -> None:
     with pytest.raises(EngineError):
         executor.copy(

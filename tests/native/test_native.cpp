@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "check.h"
 #include "dispatch.h"
 #include "layer_program.h"
 #include "linear.h"
@@ -30,14 +31,6 @@
 using namespace dualpace;
 
 namespace {
-
-#define CHECK(condition)                                                            \
-  do {                                                                              \
-    if (!(condition)) {                                                             \
-      std::fprintf(stderr, "%s:%d: %s is false\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                 \
-    }                                                                               \
-  } while (false)
 
 std::mt19937 generator(1);
 
@@ -450,7 +443,7 @@ void iterations_run(const KernelTable& kernels, DType dtype) {
         batch[i].num_pages = 1;
       }
       std::vector<float> logits(static_cast<size_t>(rows * c.vocab_size));
-      program.run(batch, arena.data(), rows, page_tokens, tokens.data(), logits.data());
+      program.run(batch, rows, arena.data(), rows, page_tokens, tokens.data(), logits.data());
       for (const float logit : logits) CHECK(std::isfinite(logit));
       all.insert(all.end(), tokens.begin(), tokens.end());
     }

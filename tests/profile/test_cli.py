@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from dualpace.cli import profile as cli
 from dualpace.core.plan import Executor
-from dualpace.policy.cost_model import OPERATIONS, Operation, Point
+from dualpace.policy.cost_model import OPERATIONS, Operation, Point, TableCostModel
+from dualpace.profile.check import predict
 from dualpace.profile.probes import Room
-from dualpace.profile.table import load
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 120,
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+from dualpace.profile.table import load, save
 
 
 def run(model: str) -> list[str]:
@@ -42,8 +28,8 @@ def stored(cache: Path) -> list[Path]:
     return list(cache.rglob("*.json"))
 
 
-def test_both_engines_are_measured_stored_and_shown(model: str, cache: Path) -> None:
-    result = CliRunner().invoke(cli.profile_app, run(model))
+def test_both_engines_are_measured_stored_and_shown(tiny_model: str, cache: Path) -> None:
+    result = CliRunner().invoke(cli.profile_app, run(tiny_model))
     assert result.exit_code == 0, result.output
     [path] = stored(cache)
     profile = load(path)
@@ -52,14 +38,55 @@ def test_both_engines_are_measured_stored_and_shown(model: str, cache: Path) -> 
     assert profile.gpu_kv_tokens == 512
     assert profile.fingerprint.num_layers == 2
 
-    for argument in (model, str(path)):
+    for argument in (tiny_model, str(path)):
         result = CliRunner().invoke(cli.profile_app, ["show", argument, "--cpu-cores", "1"])
         assert result.exit_code == 0, result.output
         assert all(f"{operation}: ms by" in result.output for operation in OPERATIONS)
 
 
+def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
+    tiny_model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 0
+    profile = msgspec.structs.replace(
+        load(stored(cache)[0]),
+        points=tuple(
+            Point(operation, size, context, 0.01 + 1e-3 * size + 1e-5 * context)
+            for operation in OPERATIONS
+            for size in (1, 128)
+            for context in (0, 256)
+        ),
+    )
+    save(profile)
+    costs = TableCostModel(profile.points)
+    asked: list[tuple[int, int]] = []
+
+    def check(factor: float) -> tuple[int, str]:
+        def probe(
+            operation: Operation,
+            executor: Executor,
+            room: Room,
+            seconds: float,
+            points: list[tuple[int, int]],
+        ) -> Iterator[Point]:
+            asked.extend(points)
+            for size, context in points:
+                point = Point(operation, size, context, 1.0)
+                yield msgspec.structs.replace(point, seconds=factor * predict(costs, point).seconds)
+
+        monkeypatch.setattr(cli, "probe", probe)
+        result = CliRunner().invoke(cli.profile_app, ["check", *run(tiny_model)[1:]])
+        return result.exit_code, result.output
+
+    assert check(1.05)[0] == 0
+    assert not {*asked} & {(point.size, point.context) for point in profile.points}
+    code, output = check(1.5)
+    assert code == 1
+    assert "33.3%" in output
+
+
 def test_after_ctrl_c_new_points_are_kept_beside_the_old_ones(
-    model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measured(value: float, *, interrupt: bool) -> None:
         def probe(
@@ -72,16 +99,16 @@ def test_after_ctrl_c_new_points_are_kept_beside_the_old_ones(
         monkeypatch.setattr(cli, "probe", probe)
 
     measured(1.0, interrupt=False)
-    assert CliRunner().invoke(cli.profile_app, run(model)).exit_code == 0
+    assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 0
     measured(2.0, interrupt=True)
-    assert CliRunner().invoke(cli.profile_app, run(model)).exit_code == 130
+    assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 130
     [path] = stored(cache)
     seconds = {point.operation: point.seconds for point in load(path).points}
     assert seconds == {"gpu_decode": 2.0, "gpu_prefill": 1.0, "cpu_iteration": 1.0}
 
 
-def test_what_was_never_measured_cannot_be_shown(model: str) -> None:
-    for argument in (model, "absent.json", "no-such-model"):
+def test_what_was_never_measured_cannot_be_shown(tiny_model: str) -> None:
+    for argument in (tiny_model, "absent.json", "no-such-model"):
         result = CliRunner().invoke(cli.profile_app, ["show", argument])
         assert result.exit_code == 1
         assert result.output.startswith("error: ")

@@ -16,7 +16,7 @@ from dualpace.cli.simulate import simulate
 from dualpace.core.plan import Batch, BatchRow, CopyJob, Tier
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
-from dualpace.policy.cost_model import Estimate, Point
+from dualpace.policy.cost_model import Estimate, Operation, Point
 from dualpace.policy.dualpace import DualPacePolicy
 from dualpace.policy.gpu_only import GpuOnlyPolicy
 from dualpace.profile.fingerprint import Fingerprint
@@ -42,6 +42,18 @@ class KnownCosts:
     def gpu_prefill(self, tokens: int, context: int) -> Estimate:
         return Estimate(0.003 + 1e-5 * tokens + 1e-7 * context, context > 1000)
 
+    def cpu_attention(self, rows: int, context: int) -> Estimate:
+        return Estimate(0.001 * rows + 1e-5 * context, context > 1000)
+
+    def assist(self, rows: int, prefill_share: float) -> Estimate:
+        return Estimate(0.02 * (1 + prefill_share), False)
+
+    def assist_stolen(self, rows: int) -> Estimate:
+        return Estimate(0.008, False)
+
+    def covers(self, *operations: Operation) -> bool:
+        return True
+
 
 def durations() -> Durations:
     return Durations(KnownCosts(), PAGE_BYTES, copy_bandwidth=1e6)
@@ -52,19 +64,33 @@ def row(count: int, start: int, tier: Tier = "gpu") -> BatchRow:
     return BatchRow("r", [0] * count, start, pages, tier, True, DecodeParams())
 
 
-def test_a_step_costs_its_decodes_and_each_of_its_chunks() -> None:
+def test_a_step_costs_one_pass_of_its_tokens_and_what_each_part_attends_to() -> None:
     known, times = KnownCosts(), durations()
     rows = (row(1, 99), row(1, 49), row(32, 64), row(8, 0), row(1, 40, "host"), row(1, 0))
-    parts = [
-        known.gpu_decode(2, 150), known.gpu_prefill(32, 64), known.gpu_prefill(8, 0),
-        known.gpu_prefill(1, 40), known.gpu_prefill(1, 0),
-    ]  # fmt: skip
-    assert times.gpu_step(Batch(1, rows)) == pytest.approx(sum(part.seconds for part in parts))
+    dense = known.gpu_prefill(2 + 32 + 8 + 1 + 1, 0).seconds
+    attention = 1e-7 * (100 + 50) + 1e-7 * (64 + 40)  # of the decodes, and of what came before
+    assert times.gpu_step(Batch(1, rows)) == pytest.approx(dense + attention)
+    times = durations()
+    assert times.gpu_step(Batch(1, rows[:2])) == known.gpu_decode(2, 150).seconds
     assert times.cpu_step(Batch(1, (row(1, 9), row(1, 19)))) == known.cpu_iteration(2, 30).seconds
     assert times.copy(CopyJob(1, "r", "load", [1, 2, 3], [4, 5, 6])) == pytest.approx(0.003)
     assert (times.steps, times.extrapolated) == (2, 0)
     times.cpu_step(Batch(2, (row(1, 1999),)))
     assert (times.steps, times.extrapolated) == (3, 1)
+
+
+def test_an_assisted_iteration_takes_its_share_from_the_gpu_and_no_more() -> None:
+    known, times = KnownCosts(), durations()
+    host = Batch(1, tuple(row(1, 99, "host") for _ in range(10)), "assist")
+    alone = known.gpu_decode(1, 100).seconds
+    seconds = times.cpu_step(host)
+    assert seconds == pytest.approx(0.01 + 1e-5 * 1000 + 0.02)
+    decode = Batch(1, (row(1, 99),))
+    steps = [times.gpu_step(decode) for _ in range(12)]
+    share = 0.008 / seconds
+    assert steps[0] == pytest.approx(alone / (1 - share))
+    assert sum(steps) - 12 * alone == pytest.approx(0.008)  # paid within the iteration
+    assert steps[-1] == pytest.approx(alone)
 
 
 def test_a_lone_request_takes_its_prefill_its_decodes_and_two_messages() -> None:
@@ -185,7 +211,12 @@ def test_the_command_prints_the_benchmarks_report_marked_as_simulated(
     assert set(report["tokens_by_engine"]) == {"gpu"}
     assert "clipped to 2048 tokens" in report["load"]
 
-    for wrong in (["--policy", "gated"], ["--gpu-kv-tokens", "0", "--host-kv-tokens", "0"]):
+    for wrong in (
+        ["--policy", "other"],
+        ["--policy", "gated"],
+        ["--what-if", "luck=2x"],
+        ["--gpu-kv-tokens", "0", "--host-kv-tokens", "0"],
+    ):
         result = CliRunner().invoke(app, [*common, *wrong])
         assert result.exit_code == 2
         assert "error: " in result.output

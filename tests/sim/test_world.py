@@ -15,12 +15,25 @@ from dualpace.core.errors import StepTooLargeError
 from dualpace.core.plan import Batch
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
+from dualpace.policy.cost_model import Point, TableCostModel
 from dualpace.policy.dualpace import DualPacePolicy
+from dualpace.policy.gated import GatedPolicy
 from dualpace.policy.gpu_only import GpuOnlyPolicy
 from dualpace.sim.executor import next_token
+from dualpace.sim.hardware import Durations
 from dualpace.sim.world import Hardware, World
 
 PAGE_TOKENS = 4
+GATED_COSTS = TableCostModel(
+    Point(operation, size, context, fixed + per_token * context)
+    for operation, fixed, per_token in (
+        ("gpu_decode", 0.01, 1e-6),
+        ("gpu_prefill", 0.01, 1e-6),
+        ("cpu_attention", 1e-4, 5e-6),
+    )
+    for size in (1, 64)
+    for context in (0, 1000)
+)
 
 
 def hardware(rng: random.Random, gpu_pages: int, host_pages: int) -> Hardware:
@@ -142,6 +155,30 @@ def test_gpu_only_recomputes_and_never_speaks_to_the_host() -> None:
     assert [world.streams[r.id].received for r in requests] == [expected(r) for r in requests]
     assert world.gpu_scheduler.moves["preempted"] > 0
     assert world.cpu_scheduler.steps == 0
+    world.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gated_steps_keep_every_page_in_its_place(seed: int) -> None:
+    """Host rows inside GPU steps, swaps both ways, aborts: outputs and pools come out right."""
+    rng = random.Random(seed)
+    timed = Durations(GATED_COSTS, 1000, copy_bandwidth=1e6)
+    policy = GatedPolicy(GATED_COSTS, layers=2, launch=rng.choice([0.0, 1e-4]))
+    world = World(
+        replace(timed.hardware(30, 200, PAGE_TOKENS), copy=hardware(rng, 1, 1).copy),
+        policy, max_rows=rng.choice([4, 32]), max_tokens=rng.choice([100, 400]),
+    )  # fmt: skip
+    requests = [request(rng, i, rng.randint(2, 80)) for i in range(50)]
+    for state in requests:
+        world.submit(rng.uniform(0, 1.0), state)
+        if seed % 2 and rng.random() < 0.3:
+            world.abort(rng.uniform(0, 3.0), state.id)
+    world.run(until=3000)
+    for state in requests:
+        stream = world.streams[state.id]
+        assert stream.received == expected(state)[: len(stream.received)]
+        assert stream.aborted or stream.complete
+    assert world.gpu_scheduler.moves["gated"] > 0
     world.check_integrity()
 
 

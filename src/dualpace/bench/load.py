@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -116,8 +115,12 @@ AZURE_CONV_2023 = LengthModel(
 )
 
 
-def read_azure_csv(path: Path, limit: int | None = None) -> list[LoadRequest]:
+def read_azure_csv(
+    path: Path, limit: int | None = None, longest: int | None = None
+) -> list[LoadRequest]:
     """The first `limit` rows of an Azure trace, in order of arrival; the first arrives at 0.
+
+    longest: rows of more prompt and output tokens than that are left out.
 
     Takes the 2023 files and the 2024 week, whose timestamps carry a time zone (one without is
     read as UTC). Lengths of 0 become 1. Raises `ConfigError` naming the file and line.
@@ -129,10 +132,13 @@ def read_azure_csv(path: Path, limit: int | None = None) -> list[LoadRequest]:
             missing = [name for name in TRACE_COLUMNS if name not in (reader.fieldnames or ())]
             if missing:
                 raise ConfigError(f"{path}: not an Azure trace, it lacks {', '.join(missing)}")
-            for row in itertools.islice(reader, limit):
+            for row in reader:
+                if len(rows) == limit:
+                    break
                 try:
                     stamp, prompt, output = (row[name] for name in TRACE_COLUMNS)
-                    rows.append((_timestamp(stamp), int(prompt), int(output)))
+                    if longest is None or int(prompt) + int(output) <= longest:
+                        rows.append((_timestamp(stamp), int(prompt), int(output)))
                 except (TypeError, ValueError) as error:
                     raise ConfigError(f"{path}, line {reader.line_num}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:

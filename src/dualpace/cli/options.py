@@ -64,7 +64,7 @@ class EngineFlags:
     )
     max_num_batched_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens in one GPU step. Default: 1024, 512 on the stand-in."),
+        typer.Option(help="Most tokens in one GPU step. Default: 1024, 256 on the stand-in."),
     ] = None
     gpu_memory_utilization: Annotated[
         float, typer.Option(help="Share of the GPU's memory to use.")
@@ -75,6 +75,16 @@ class EngineFlags:
     cpu_isa: Annotated[
         str, typer.Option(help=f"Instruction set of the CPU engine: {', '.join(ISAS)}.")
     ] = DEFAULTS["cpu_isa"]
+    cpu_route: Annotated[
+        str,
+        typer.Option(
+            help="Who computes the dense part of the CPU engine's iterations: local, assist (the "
+            "GPU engine), assist2 (in two micro-batches) or auto."
+        ),
+    ] = DEFAULTS["cpu_route"]
+    host_weights: Annotated[
+        str, typer.Option(help="auto, or none: the host has KV only, and the GPU engine assists.")
+    ] = DEFAULTS["host_weights"]
     policy: Annotated[str, typer.Option(help="dualpace or gpu-only.")] = DEFAULTS["policy"]
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = DEFAULTS["device"]
     page_tokens: Annotated[int, typer.Option(help="Tokens in a KV page: 16, 32 or 64.")] = DEFAULTS[
@@ -90,6 +100,25 @@ class EngineFlags:
     step_timeout: Annotated[
         float, typer.Option(help="Seconds that one step may take until its engine is restarted.")
     ] = DEFAULTS["step_timeout"]
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="A profile's .json file; auto for the stored one of this machine and model, if "
+            "there is one; none for rules that need none."
+        ),
+    ] = DEFAULTS["profile"]
+    cpu_itl_target: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a token may take on the CPU engine. Default: from the profile."
+        ),
+    ] = DEFAULTS["cpu_itl_target"]
+    gpu_itl_target: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds that a GPU step with decodes may take: paces prompts. Default: no limit."
+        ),
+    ] = DEFAULTS["gpu_itl_target"]
     seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = DEFAULTS["seed"]
 
     def options(self, model: str) -> EngineOptions:

@@ -16,7 +16,14 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from dualpace.cli.errors import explained
@@ -28,20 +35,22 @@ from dualpace.cli.options import (
     LoadFormat,
     MaxModelLen,
     Model,
+    require_folders,
 )
 from dualpace.cli.replays import today
 from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.messages import GPU
-from dualpace.core.plan import Tier
-from dualpace.policy.cost_model import OPERATIONS, Operation, Point
-from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
-from dualpace.profile.probes import Room, plan_points, probe
+from dualpace.core.plan import Executor, Tier
+from dualpace.policy.cost_model import OPERATIONS, PARTS, Operation, Point, TableCostModel
+from dualpace.profile.chart import draw_regions
+from dualpace.profile.check import accuracy
+from dualpace.profile.fingerprint import Fingerprint
+from dualpace.profile.probes import Room, held_out_points, plan_points, probe
+from dualpace.profile.shipped import open_profile, shipped_names
 from dualpace.profile.table import Profile, find, load, path_of, save
 
+HELD_OUT = 40  # points of each operation that a check measures, if there is time
 STANDIN_KV_TOKENS = 8192  # in which to measure a stand-in that would get no KV room by default
-SIZE_NAMES: dict[Operation, str] = {
-    "cpu_iteration": "rows", "gpu_decode": "rows", "gpu_prefill": "tokens",
-}  # fmt: skip
 
 profile_app = typer.Typer(
     help="Measure what steps of a model take on this machine.", no_args_is_help=True
@@ -62,7 +71,77 @@ def run(
 ) -> None:
     """Measure MODEL, store the profile, print it. After Ctrl-C what was measured is kept."""
     set_up_logging(logging.WARNING)
+    with explained():
+        options = EngineOptions(
+            model=model,
+            gpu_kv_tokens=gpu_kv_tokens,
+            host_kv_size=host_kv_size,
+            cpu_cores=cpu_cores,
+            max_model_len=max_model_len,
+            load_format=load_format,  # type: ignore[arg-type]  # checked by EngineOptions
+        )
+        _report(measure_and_store(options, seconds))
+
+
+def measure_and_store(options: EngineOptions, seconds: float) -> Profile:
+    """Measure for about so long, and store; also what there is after Ctrl-C or a failure."""
     console = Console(stderr=True)
+    config, fingerprint = _resolve(options)
+    if options.gpu_kv_tokens is None and config.gpu_pages == 0:
+        pages = STANDIN_KV_TOKENS // config.page_tokens
+        config = msgspec.structs.replace(config, gpu_pages=pages)
+    measured = _Measured()
+    try:
+        measured.run(config, seconds, console)
+    except BaseException:
+        if measured.points:
+            _report(_store(options.model, config, fingerprint, measured))
+        raise
+    return _store(options.model, config, fingerprint, measured)
+
+
+@profile_app.command()
+def show(
+    model: Annotated[
+        str, typer.Argument(help="What was measured, a profile's .json file or shipped name.")
+    ],
+    cpu_cores: CpuCores = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option(help="Also draw by which route a CPU batch gains most (.png, .svg or .pdf)."),
+    ] = None,
+) -> None:
+    """Print the stored profile of MODEL on this machine, or the one in a file."""
+    set_up_logging(logging.WARNING)
+    with explained():
+        require_folders(chart)
+        if model.endswith(".json") or model in shipped_names():
+            profile = open_profile(model)
+        else:
+            profile = find(_resolve(EngineOptions(model=model, cpu_cores=cpu_cores))[1])
+        _show(profile)
+        if chart is not None:
+            draw_regions(profile, chart)
+
+
+@profile_app.command()
+def check(
+    model: Model,
+    gpu_kv_tokens: GpuKvTokens = None,
+    host_kv_size: HostKvSize = "auto",
+    cpu_cores: CpuCores = None,
+    max_model_len: MaxModelLen = None,
+    load_format: LoadFormat = "auto",
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="About how long to measure, loading apart.")
+    ] = 30.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the points that are drawn.")] = 0,
+) -> None:
+    """Measure points that the stored profile of MODEL does not have, and print how far off it is.
+
+    Fails where an operation's errors exceed 8% at the median or 20% at the 90th percentile.
+    """
+    set_up_logging(logging.WARNING)
     with explained():
         options = EngineOptions(
             model=model,
@@ -73,37 +152,35 @@ def run(
             load_format=load_format,  # type: ignore[arg-type]  # checked by EngineOptions
         )
         config, fingerprint = _resolve(options)
-        if gpu_kv_tokens is None and config.gpu_pages == 0:
-            pages = STANDIN_KV_TOKENS // config.page_tokens
-            config = msgspec.structs.replace(config, gpu_pages=pages)
-        measured = _Measured()
-        try:
-            measured.run(config, seconds, console)
-        finally:  # also after Ctrl-C, and after an engine has failed
-            if measured.points:
-                path = _store(model, config, fingerprint, measured)
-                console.print(f"stored in {escape(str(path))}", soft_wrap=True)
-
-
-@profile_app.command()
-def show(
-    model: Annotated[str, typer.Argument(help="What was measured, or a profile's .json file.")],
-    cpu_cores: CpuCores = None,
-) -> None:
-    """Print the stored profile of MODEL on this machine, or the one in a file."""
-    set_up_logging(logging.WARNING)
-    with explained():
-        if model.endswith(".json"):
-            _show(load(Path(model)))
-        else:
-            options = EngineOptions(model=model, cpu_cores=cpu_cores)
-            _show(find(_resolve(options)[1]))
+        profile = find(fingerprint)
+        if not config.gpu_pages:
+            pages = profile.gpu_kv_tokens // config.page_tokens
+            config = msgspec.structs.replace(config, gpu_pages=pages or config.gpu_pages)
+        measured = _Measured(held_out=seed)
+        measured.run(config, seconds, Console(stderr=True))
+        found = accuracy(TableCostModel(profile.points), measured.points)
+    table = Table(title=f"predictions of {profile.date}", title_justify="left")
+    for title in ("operation", "points", "median", "p90", "worst", "extrapolated"):
+        table.add_column(title, justify="left" if title == "operation" else "right")
+    for each in found:
+        worst = f"{each.worst.size} × {each.worst.context}"
+        table.add_row(
+            each.operation, str(each.points), f"{each.median:.1%}", f"{each.p90:.1%}", worst,
+            str(each.extrapolated),
+        )  # fmt: skip
+    Console().print(table)
+    if not all(each.good for each in found):
+        raise typer.Exit(1)
 
 
 class _Measured:
-    """Points as they come in, so that an interruption loses none."""
+    """Points as they come in, so that an interruption loses none.
 
-    def __init__(self) -> None:
+    held_out: the seed of points that no profile plans to have, instead of those that it does.
+    """
+
+    def __init__(self, held_out: int | None = None) -> None:
+        self.held_out = held_out
         self.points: list[Point] = []
         self.gpu_kv_tokens = 0
         self.complete = False
@@ -124,17 +201,34 @@ class _Measured:
                     if engine == GPU:
                         self.gpu_kv_tokens = pages * config.page_tokens
                     for operation, room in _operations(engine, pages, config):
-                        total = len(plan_points(operation, room))
-                        bar.reset(task, total=total, description=operation)
-                        for point in probe(operation, executor, room, share):
+                        bar.reset(task, total=None, description=operation)
+                        for point in self._probe(operation, executor, room, share, bar, task):
                             self.points.append(point)
                             bar.advance(task)
                     bar.reset(task, total=None, description="loading the model")
         self.complete = True
 
+    def _probe(
+        self,
+        operation: Operation,
+        executor: Executor,
+        room: Room,
+        seconds: float,
+        bar: Progress,
+        task: TaskID,
+    ) -> Iterator[Point]:
+        if self.held_out is None:
+            bar.update(task, total=len(plan_points(operation, room)))
+            return probe(operation, executor, room, seconds)
+        points = held_out_points(operation, room, HELD_OUT, self.held_out)
+        bar.update(task, total=len(points))
+        return probe(operation, executor, room, seconds, points=points)
 
-def _store(model: str, config: EngineConfig, fingerprint: Fingerprint, measured: _Measured) -> Path:
-    """Save and print; what an interrupted run did not reach stays as it was."""
+
+def _store(
+    model: str, config: EngineConfig, fingerprint: Fingerprint, measured: _Measured
+) -> Profile:
+    """Save; what an interrupted run did not reach stays as it was."""
     profile = Profile(
         model=model,
         date=today(),
@@ -146,9 +240,8 @@ def _store(model: str, config: EngineConfig, fingerprint: Fingerprint, measured:
     earlier = path_of(fingerprint)
     if not measured.complete and earlier.exists():
         profile = profile.keeping(load(earlier))
-    path = save(profile)
-    _show(profile)
-    return path
+    save(profile)
+    return profile
 
 
 def _operations(engine: str, pages: int, config: EngineConfig) -> Iterator[tuple[Operation, Room]]:
@@ -174,22 +267,29 @@ def _operations(engine: str, pages: int, config: EngineConfig) -> Iterator[tuple
 
 
 def _resolve(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]:
-    from dualpace.cpu._native import supported_isas
-    from dualpace.wiring import resolve
+    from dualpace.wiring import fingerprint_of, resolve
 
-    config, spec = resolve(options)
-    isa = supported_isas()[-1] if config.cpu_isa == "auto" else config.cpu_isa
-    return config, take_fingerprint(config, spec, isa)
+    config, spec = resolve(options, to_measure=True)
+    return config, fingerprint_of(config, spec)
+
+
+def _report(profile: Profile) -> None:
+    """Print a profile just stored, and where it is."""
+    _show(profile)
+    place = escape(str(path_of(profile.fingerprint)))
+    Console(stderr=True).print(f"stored in {place}", soft_wrap=True)
 
 
 def _show(profile: Profile) -> None:
     console = Console()
     console.print(
-        f"{profile.model}, {profile.fingerprint.dtype}, measured {profile.date} on "
+        f"{profile.model}, {profile.fingerprint.dtype}, {profile.date}, on "
         f"{profile.fingerprint.hardware}",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
-    for operation in OPERATIONS:
+    if profile.note:
+        console.print(profile.note, markup=False, highlight=False, soft_wrap=True)
+    for operation in (*OPERATIONS, *PARTS):
         points = [point for point in profile.points if point.operation == operation]
         if points:
             console.print(_table(operation, points))
@@ -197,14 +297,15 @@ def _show(profile: Profile) -> None:
 
 def _table(operation: Operation, points: list[Point]) -> Table:
     """Sizes down, contexts across, milliseconds in the cells."""
-    title = f"{operation}: ms by {SIZE_NAMES[operation]} and tokens of context"
-    table = Table(title=title, title_justify="left")
+    size = "tokens" if operation == "gpu_prefill" else "rows"
+    title = f"{operation}: ms by {size} and tokens of context"
+    table = Table(title=title, title_justify="left", min_width=len(title))
     contexts = sorted({point.context for point in points})
-    table.add_column(SIZE_NAMES[operation], justify="right")
+    table.add_column(size, justify="right")
     for context in contexts:
         table.add_column(str(context), justify="right")
     seconds = {(point.size, point.context): point.seconds for point in points}
-    for size in sorted({point.size for point in points}):
-        cells = (seconds.get((size, context)) for context in contexts)
-        table.add_row(str(size), *("" if cell is None else f"{cell * 1e3:.4g}" for cell in cells))
+    for rows in sorted({point.size for point in points}):
+        cells = (seconds.get((rows, context)) for context in contexts)
+        table.add_row(str(rows), *("" if cell is None else f"{cell * 1e3:.4g}" for cell in cells))
     return table

@@ -79,6 +79,10 @@ class LoadFlags:
             "github.com/Azure/AzurePublicDataset), from its first row."
         ),
     ] = None
+    skip_longer: Annotated[
+        int | None,
+        typer.Option(min=2, help="Leave out rows of the trace with more tokens than that."),
+    ] = None
     synthetic: Annotated[
         bool,
         typer.Option("--synthetic", help="Log-normal lengths fitted to Azure-conv 2023 (default)."),
@@ -99,11 +103,16 @@ class LoadFlags:
         """Raises `ConfigError` naming the flag that cannot work."""
         if self.trace and self.synthetic:
             raise ConfigError("--trace and --synthetic exclude each other")
+        if self.skip_longer is not None and not self.trace:
+            raise ConfigError("--skip-longer needs --trace FILE")
         if not (math.isfinite(self.scale) and self.scale > 0.0):
             raise ConfigError(f"--scale must be a positive number, got {self.scale}")
         if self.trace:
-            load = scale_lengths(read_azure_csv(self.trace, self.num_requests), self.scale)
+            rows = read_azure_csv(self.trace, self.num_requests, self.skip_longer)
+            load = scale_lengths(rows, self.scale)
             source = self.trace.name
+            if self.skip_longer is not None:
+                source += f" up to {self.skip_longer} tokens"
         else:
             lengths = AZURE_CONV_2023.scaled(self.scale, self.scale)
             load = lengths.generate(self.num_requests, self.seed)

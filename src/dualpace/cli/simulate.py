@@ -7,9 +7,9 @@ one line of JSON last, both as from `dualpace bench serve` and marked as simulat
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, get_args
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -19,22 +19,35 @@ from dualpace.bench.report import Circumstances, report_dict, report_table
 from dualpace.cli.errors import explained
 from dualpace.cli.options import JsonFile, require_folders, takes_options
 from dualpace.cli.replays import LoadFlags, today
-from dualpace.core.config import EngineOptions, PolicyName
+from dualpace.core.config import PolicyName
 from dualpace.core.errors import ConfigError
-from dualpace.policy.cost_model import TableCostModel
-from dualpace.policy.registry import make_policy
-from dualpace.profile.table import load as load_profile
-from dualpace.sim.hardware import Durations
-from dualpace.sim.replay import replay
+from dualpace.profile.shipped import open_profile, shipped_names
+from dualpace.profile.what_if import what_if
+from dualpace.sim.machine import ROUTES, Machine
 
 
 @takes_options
 def simulate(
-    profile_file: Annotated[
-        Path, typer.Argument(metavar="PROFILE.json", help="From `dualpace profile run`.")
+    profile_name: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROFILE",
+            help="A .json file from `dualpace profile run`, or one that comes along: "
+            + ", ".join(shipped_names()),
+        ),
     ],
     load_flags: LoadFlags,
-    policy: Annotated[str, typer.Option(help="dualpace or gpu-only.")] = "dualpace",
+    policy: Annotated[
+        str, typer.Option(help="dualpace, gpu-only, or gated (NEO's published scheduling).")
+    ] = "dualpace",
+    changes: Annotated[
+        str,
+        typer.Option(
+            "--what-if",
+            help="Another machine: host_bandwidth=2x, gpu_bandwidth, gpu_flops, copy_bandwidth, "
+            "gpu_kv=48GiB, host_kv=2x; several with commas.",
+        ),
+    ] = "",
     gpu_kv_tokens: Annotated[
         int | None, typer.Option(min=0, help="KV room on the GPU. (default: the profile's)")
     ] = None,
@@ -42,8 +55,25 @@ def simulate(
         int | None, typer.Option(min=0, help="KV room on the host. (default: the profile's)")
     ] = None,
     copy_gbps: Annotated[
-        float, typer.Option(help="Bandwidth between GPU and host memory, 10⁹ bytes per second.")
-    ] = 25.0,
+        float | None,
+        typer.Option(
+            help="Bandwidth between GPU and host memory, 10⁹ bytes per second. "
+            "(default: the profile's)"
+        ),
+    ] = None,
+    cpu_itl_target: Annotated[
+        float | None,
+        typer.Option(help="Seconds a token may take on the CPU engine. (default: the profile's)"),
+    ] = None,
+    gpu_itl_target: Annotated[
+        float | None, typer.Option(help="Seconds a GPU step with decodes may take. (default: any)")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens in one GPU step.")
+    ] = 2048,
+    assist: Annotated[
+        bool, typer.Option(help="Let the GPU do dense work for the CPU engine where that pays.")
+    ] = True,
     json_file: JsonFile = None,
 ) -> None:
     """Run a load against a simulated server of the measured speed; print a table, and JSON last."""
@@ -51,25 +81,38 @@ def simulate(
     with explained(code=2):
         require_folders(json_file)
         load = load_flags.build()
-        profile = load_profile(profile_file)
-        options = EngineOptions(model=profile.model, policy=cast(PolicyName, policy))
-        rules = make_policy(options.policy, options.max_num_seqs)
-        page_tokens = profile.fingerprint.page_tokens
-        gpu_room = profile.gpu_kv_tokens if gpu_kv_tokens is None else gpu_kv_tokens
-        host_room = profile.host_kv_tokens if host_kv_tokens is None else host_kv_tokens
-        gpu_pages = gpu_room // page_tokens
-        host_pages = host_room // page_tokens if rules.uses_host else 0
-        room = max(gpu_pages, host_pages) * page_tokens
+        name = _policy_name(policy)
+        given = {
+            "gpu_kv_tokens": gpu_kv_tokens,
+            "host_kv_tokens": host_kv_tokens,
+            "copy_bandwidth": None if copy_gbps is None else copy_gbps * 1e9,
+        }
+        profile = msgspec.structs.replace(
+            what_if(open_profile(profile_name), changes),
+            **{field: value for field, value in given.items() if value is not None},
+        )
+        machine = Machine(profile, ROUTES if assist else ROUTES[:1])
+        rules = None
+        if name == "dualpace" and machine.host_pages:
+            rules = machine.host_rules(cpu_itl_target)
+            errors.print(f"CPU ITL target {rules.cpu_itl_target:.2f} s")
+            reason = machine.why_no_help(rules)
+            if reason is not None:
+                errors.print(f"the host cannot help: {reason}; as gpu-only", markup=False)
+                name = "gpu-only"
+        if name == "dualpace" and not machine.host_pages:
+            name = "gpu-only"
+        room = machine.largest_request(name)
         if room < 2:
             raise ConfigError("there is no KV room: set --gpu-kv-tokens or --host-kv-tokens")
         load = load.clipped(room)
-        rooms = f"KV room {gpu_pages * page_tokens} + {host_pages * page_tokens}"
-        durations = Durations(
-            TableCostModel(profile.points), profile.fingerprint.page_bytes, copy_gbps * 1e9
-        )
+        page_tokens = profile.fingerprint.page_tokens
+        host_pages = 0 if name == "gpu-only" else machine.host_pages
+        rooms = f"KV room {machine.gpu_pages * page_tokens} + {host_pages * page_tokens}"
         with errors.status(f"simulating {len(load.requests)} requests"):
-            hardware = durations.hardware(gpu_pages, host_pages, page_tokens)
-            records = replay(load.requests, hardware, rules)
+            records, durations = machine.replay(
+                load.requests, machine.policy(name, rules, gpu_itl_target), max_num_batched_tokens
+            )
     circumstances = Circumstances(
         model=f"{profile.model} (simulated)",
         base_url="",
@@ -82,10 +125,12 @@ def simulate(
     table.caption = escape(
         f"simulated from a profile of {profile.date} on {profile.fingerprint.hardware}; "
         f"{durations.extrapolated} of {durations.steps} steps beyond what was measured"
+        + (f"\n{profile.note}" if profile.note else "")
     )
     report: dict[str, Any] = {
         "simulated": True,
         "policy": policy,
+        "profile_note": profile.note,
         "extrapolated_steps": durations.extrapolated,
         "steps": durations.steps,
         **report_dict(circumstances, summary),
@@ -97,3 +142,11 @@ def simulate(
     typer.echo(line)
     if not summary.succeeded:
         raise typer.Exit(1)
+
+
+def _policy_name(policy: str) -> PolicyName:
+    for name in get_args(PolicyName):
+        if name == policy:
+            return name  # type: ignore[no-any-return]
+    choices = ", ".join(get_args(PolicyName))
+    raise ConfigError(f"--policy must be one of {choices}, got {policy!r}")

@@ -7,21 +7,25 @@ default (the command line takes its own from here). `EngineConfig` is what the e
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
 
 from dualpace.core.errors import ConfigError
+from dualpace.core.plan import Route
 
 Device = Literal["cuda", "cpu"]
 DType = Literal["bfloat16", "float32"]
-PolicyName = Literal["dualpace", "gpu-only"]
-POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")
+PolicyName = Literal["dualpace", "gpu-only", "gated"]
+POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")  # that the engines run; the simulator runs all
 ISAS: tuple[str, ...] = ("auto", "portable", "avx2", "avx512", "avx512_bf16")
 DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 PAGE_TOKENS = (16, 32, 64)
+CPU_ROUTES = ("auto", "local", "assist", "assist2")
+HOST_WEIGHTS = ("auto", "none")
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,12 +45,17 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_size: str = "auto"
     cpu_cores: int | None = None
     cpu_isa: str = "auto"
+    cpu_route: Literal["auto", "local", "assist", "assist2"] = "auto"
+    host_weights: Literal["auto", "none"] = "auto"
     policy: PolicyName = "dualpace"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     page_tokens: int = 32
     async_scheduling: bool | None = None
     engine_timeout: float = 30.0  # seconds for a turn of an engine's loop before it counts as hung
     step_timeout: float = 300.0  # seconds for one step or copy before the engine counts as hung
+    profile: str = "auto"
+    cpu_itl_target: float | None = None
+    gpu_itl_target: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,6 +65,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("load-format", self.load_format, LOAD_FORMATS),
             ("device", self.device, DEVICES),
             ("cpu-isa", self.cpu_isa, ISAS),
+            ("cpu-route", self.cpu_route, CPU_ROUTES),
+            ("host-weights", self.host_weights, HOST_WEIGHTS),
             ("page-tokens", self.page_tokens, PAGE_TOKENS),
         ):
             if value not in choices:
@@ -81,6 +92,14 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        if self.host_weights == "none" and self.cpu_route == "local":
+            raise ConfigError("--cpu-route local needs weights on the host: --host-weights auto")
+        for flag, target in (
+            ("cpu-itl-target", self.cpu_itl_target),
+            ("gpu-itl-target", self.gpu_itl_target),
+        ):
+            if target is not None and not 0.0 < target < math.inf:
+                raise ConfigError(f"--{flag} must be a positive number of seconds, got {target}")
         if self.host_kv_size != "auto":
             parse_size(self.host_kv_size, "host-kv-size")
 
@@ -101,11 +120,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     gpu_pages: int | None  # None: sized by the GPU engine from the memory that is left
     gpu_memory_utilization: float
-    gpu_threads: int  # torch threads of the stand-in device
+    gpu_threads: int  # of the stand-in for a GPU
     host_pages: int
     cpu_ids: tuple[int, ...]  # cores of the CPU engine's thread pool, in order of use
     cpu_isa: str
+    cpu_route: Route
+    host_weights: bool  # does the CPU engine have weights? Without them it needs the GPU engine's
     seed: int
+    profile_file: str | None = None  # None: nothing was measured
+    cpu_itl_target: float | None = None  # seconds; None: rows alone bound the CPU batch
+    gpu_itl_target: float | None = None  # seconds; None: a step's tokens alone bound its prompts
 
 
 def parse_size(text: str, flag: str) -> int:

@@ -7,6 +7,7 @@ DualPaceError
   RequestError       one request is wrong: the client gets a 4xx, nobody else notices
     CapacityError    no KV tier could ever hold the request
   EngineError        an engine failed: the client gets a 5xx
+        AssistError       the GPU engine did not do its part of an iteration: it may be tried again
         StepTooLargeError the device lacks the memory for this step: a smaller one may do
         FatalEngineError its device is unusable: the process must end and be started again
 """
@@ -42,6 +43,10 @@ class CapacityError(RequestError):
 
 class EngineError(DualPaceError):
     """An engine failed while it held the request."""
+
+
+class AssistError(EngineError):
+    """The other engine did not do its part of an iteration; nothing of the iteration counts."""
 
 
 class StepTooLargeError(EngineError):

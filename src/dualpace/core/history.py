@@ -19,6 +19,16 @@ class TokenCounts(NamedTuple):
     ids: array[int]
     counts: array[int]
 
+    def with_output(self, token_id: int) -> TokenCounts:
+        """The counts with one more output."""
+        ids, counts = self.ids[:], self.counts[:]
+        if token_id in ids:
+            counts[ids.index(token_id)] += 1
+        else:
+            ids.append(token_id)
+            counts.append(1)
+        return TokenCounts(ids, counts)
+
 
 class TokenHistory:
     """The counts of one request, which grow with its output."""

@@ -9,7 +9,7 @@ speaks of a dead one is dropped by the receiver. Messages between two processes 
     frontend -> both          Abort
     either engine -> frontend Tokens, Failed, EngineReady, EngineStats
     GPU -> frontend           Lost
-    GPU -> CPU                Reserve, Cancel, Handoff, Recall, Loaded
+    GPU -> CPU                Reserve, Cancel, Handoff, Recall, Loaded, Usable, GpuLoad
     CPU -> GPU                Grant, Deny, Release, KeepRow, Return, HostReport
     engine <-> engine         Gone
     supervisor -> GPU         PeerUp, PeerDown (answered with PeerDrained), HostGone
@@ -172,6 +172,14 @@ class Usable(Message, frozen=True):
     pages: int
 
 
+class GpuLoad(Message, frozen=True):
+    """How many tokens one more second of the GPU would yield, and the share of its time that goes
+    into prompts. Sent when it has changed by a tenth."""
+
+    token_rate: float
+    prefill_share: float
+
+
 # -- CPU engine to GPU engine --------------------------------------------------------------------
 
 
@@ -277,7 +285,7 @@ class Shutdown(Message, frozen=True):
 
 AnyMessage = (
     Submit | Abort | Tokens | Failed | Lost | EngineReady | EngineStats
-    | Reserve | Cancel | Handoff | Recall | Loaded | Usable
+    | Reserve | Cancel | Handoff | Recall | Loaded | Usable | GpuLoad
     | Grant | Deny | Release | KeepRow | Return | HostReport
     | Gone | PeerUp | PeerDown | HostGone | PeerDrained | Shutdown
 )  # fmt: skip

@@ -15,6 +15,9 @@ from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.sampling import DecodeParams
 
 Tier = Literal["gpu", "host"]
+# Who does the dense work of a CPU iteration: the host itself, or the GPU for one batch or for two
+# halves in turn, of which the host attends to one while the GPU works on the other.
+Route = Literal["local", "assist", "assist2"]
 
 # In place of the token that the row has sampled in the step launched just before, which nobody on
 # the host knows yet.
@@ -45,12 +48,30 @@ class BatchRow(msgspec.Struct, frozen=True):
         """First position after this step; also the position of the token it samples."""
         return self.start + len(self.tokens)
 
+    @property
+    def is_special(self) -> bool:
+        """True for a row whose draw takes more than temperature and noise."""
+        params = self.params
+        return bool(
+            self.banned_ids
+            or params.top_k > 0
+            or params.top_p < 1.0
+            or params.min_p > 0.0
+            or params.logit_bias
+            or params.penalizes
+            or params.logprobs is not None
+        )
+
 
 class Batch(msgspec.Struct, frozen=True):
-    """One step of one engine. `number` counts the engine's steps from 1."""
+    """One step of one engine. `number` counts the engine's steps from 1; `route` is a CPU
+    iteration's; from row `second_half` on, the rows of a gated step take turns with those before.
+    """
 
     number: int
     rows: tuple[BatchRow, ...]
+    route: Route = "local"
+    second_half: int | None = None
 
     @property
     def num_tokens(self) -> int:

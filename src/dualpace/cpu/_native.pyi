@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dualpace.assist._mailbox import Mailbox, Waited
+
 # Writable bytes.
 Memory = bytearray | memoryview | mmap | NDArray[np.uint8]
 
@@ -99,7 +101,7 @@ class ModelConfig:
     ) -> None: ...
 
 class Model:
-    def __init__(self, engine: Engine, config: ModelConfig) -> None: ...
+    def __init__(self, engine: Engine, config: ModelConfig, with_weights: bool = True) -> None: ...
     def load(self, name: str, layer: int, array: NDArray[Any]) -> None: ...
     def missing(self) -> list[str]: ...
     @property
@@ -119,6 +121,22 @@ class Model:
         logprobs: NDArray[np.float64] | None,
         logits: NDArray[np.float32] | None,
     ) -> None: ...
+    def decode_assisted(
+        self,
+        mailbox: Mailbox,
+        iteration: int,
+        slot_rows: Sequence[int],
+        rules: Sequence[bytes],
+        arena: Memory,
+        page_tokens: int,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int64],
+        page_offsets: NDArray[np.int64],
+        pages: NDArray[np.int32],
+        temperatures: NDArray[np.float64],
+        seeds: NDArray[np.uint64],
+        out: NDArray[np.int32],
+    ) -> Waited: ...
 
 def map_shared(descriptor: int, size: int) -> NDArray[np.uint8]: ...
 def map_private(size: int) -> NDArray[np.uint8]: ...

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from dualpace.core.errors import EngineError
-from dualpace.core.plan import Batch, CopyJob, StepResult, Ticket
+from dualpace.core.plan import Batch, CopyJob, Route, StepResult, Ticket
 from dualpace.cpu import _native
 from dualpace.cpu.memory import ArenaPreparer
 from dualpace.cpu.model import CpuModel
@@ -22,16 +22,23 @@ class CpuExecutor:
     """Runs decode iterations in the order of launch.
 
     arena: the host KV pool as writable bytes; it must outlive the executor. page_tokens: tokens per
-    page. wake: called, from any thread, once a ticket is done.
+    page. wake: called, from any thread, once a ticket is done. route: of each batch, who computes
+    its dense part.
     """
 
     def __init__(
-        self, model: CpuModel, arena: _native.Memory, page_tokens: int, wake: Callable[[], None]
+        self,
+        model: CpuModel,
+        arena: _native.Memory,
+        page_tokens: int,
+        wake: Callable[[], None],
+        route: Callable[[Batch], Route] = lambda batch: "local",
     ) -> None:
         self._model = model
         self._arena = arena
         self._page_tokens = page_tokens
         self._wake = wake
+        self._route = route
         self._page_bytes = model.page_bytes(page_tokens)
         self._preparer = ArenaPreparer(
             lambda offset, length: model.prepare_arena(arena, offset, length),
@@ -43,7 +50,8 @@ class CpuExecutor:
         """Start an iteration. Every row has one token and lives on the host.
 
         The ticket yields a token id per row, None where `sample` is not set, and raises
-        `EngineError` if a row names a token, position or page that does not exist.
+        `EngineError` if a row names a token, position or page that does not exist, `AssistError` if
+        the GPU engine has not done its part.
         """
         future: Future[StepResult] = self._worker.submit(self._run, batch)
         future.add_done_callback(lambda _: self._wake())
@@ -64,7 +72,9 @@ class CpuExecutor:
         highest = max((page for row in batch.rows for page in row.pages), default=0)
         self._preparer.use((highest + 1) * self._page_bytes)
         try:
-            decoded = self._model.decode(batch.rows, self._arena, self._page_tokens)
+            decoded = self._model.decode(
+                batch.rows, self._arena, self._page_tokens, route=self._route(batch)
+            )
         except ValueError as error:
             raise EngineError(f"batch {batch.number}: {error}") from error
         token_ids: list[int] = decoded.token_ids.tolist()

@@ -17,12 +17,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dualpace.assist.mailbox import Mailbox
 from dualpace.core.config import DType, format_size
 from dualpace.core.errors import ConfigError, HardwareError, ModelError
 from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.model_spec import ModelSpec
-from dualpace.core.plan import BatchRow
+from dualpace.core.plan import BatchRow, Route, StepResult
 from dualpace.cpu import _native
+from dualpace.cpu.assisted import AssistedDecoder
 from dualpace.cpu.sampling import logprobs_buffer, ragged, read_logprobs, sampling_arrays
 
 logger = logging.getLogger(__name__)
@@ -42,8 +44,10 @@ class CpuModel:
     """A decoder whose weights live in host memory, packed for the kernels of this machine.
 
     weights: (name, array or what NumPy makes one of) pairs in any order, float32 or bfloat16
-    (`ml_dtypes`); they are converted to `dtype`, that of weights and KV cache, and not kept.
-    cores: CPU ids, one pinned thread each. isa: one of `core.config.ISAS`.
+    (`ml_dtypes`); they are converted to `dtype`, that of weights and KV cache, and not kept. None
+    for a model without weights, all of whose iterations are assisted.
+    cores: CPU ids, one pinned thread each. isa: one of `core.config.ISAS`. mailbox: the CPU's end
+    of the one through which the GPU engine assists, if it can.
 
     Raises `ModelError` for a missing, unknown, repeated or wrongly shaped tensor, `ConfigError` for
     an unknown instruction set or a CPU that is not available, `HardwareError` for an instruction
@@ -53,11 +57,12 @@ class CpuModel:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Iterable[tuple[str, ArrayLike]],
+        weights: Iterable[tuple[str, ArrayLike]] | None,
         *,
         dtype: DType,
         cores: Sequence[int],
         isa: str = "auto",
+        mailbox: Mailbox | None = None,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
@@ -68,9 +73,16 @@ class CpuModel:
         except RuntimeError as error:
             raise HardwareError(str(error)) from None
         try:
-            self._native = _native.Model(self._engine, _native_config(spec, dtype))
+            config = _native_config(spec, dtype)
+            self._native = _native.Model(self._engine, config, weights is not None)
         except ValueError as error:
             raise ModelError(str(error)) from None
+        self._assisted: AssistedDecoder | None = None
+        if mailbox is not None:
+            self._assisted = AssistedDecoder(self._native, mailbox, spec.vocab_size)
+        if weights is None:
+            logger.info("no weights on the host: the GPU engine computes all dense layers")
+            return
         for name, tensor in weights:
             self._load(name, np.asarray(tensor))
         if missing := self._native.missing():
@@ -107,31 +119,73 @@ class CpuModel:
         arena: _native.Memory,
         page_tokens: int,
         *,
+        route: Route = "local",
         return_logits: bool = False,
     ) -> Decoded:
         """Run one iteration, one new token per row, and sample every row. Releases the GIL.
 
         arena: writable bytes of the host KV pool, `dtype`,
-        `[page][layer][2][kv_head][page_tokens][head_dim]`. Raises `ValueError` for a token id,
-        position or page id out of range.
+        `[page][layer][2][kv_head][page_tokens][head_dim]`. route: who computes the dense part; from
+        iteration to iteration it may change. return_logits: on the local route only. Raises
+        `ValueError` for a token id, position or page id out of range, and for a route that the
+        model lacks weights or a mailbox for; `AssistError` where the GPU engine does not do its
+        part.
         """
         if any(len(row.tokens) != 1 for row in rows):
             raise ValueError("the CPU engine decodes exactly one token per row")
-        out = np.empty(len(rows), np.int32)
+        if route != "local" and rows:
+            if self._assisted is None or return_logits:
+                raise ValueError(f"route {route}: there is no mailbox, or logits are asked for")
+            slots = 2 if route == "assist2" else 1
+            try:
+                tokens, logprobs = self._assisted.decode(rows, arena, page_tokens, slots)
+            except OverflowError as error:
+                raise ValueError(f"a row's number is out of range: {error}") from None
+            return Decoded(tokens, None, logprobs)
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32) if return_logits else None
-        logprobs = logprobs_buffer(rows, self.spec.vocab_size)
+        return self._run(rows, (), arena, page_tokens, logits)
+
+    def step(self, rows: Sequence[BatchRow], arena: _native.Memory, page_tokens: int) -> StepResult:
+        """Run rows of any number of tokens: decodes, and chunks of prompts. Releases the GIL.
+
+        Yields the token of each row that samples, None for the others. Arena and errors as in
+        `decode`.
+        """
+        places = [place for place, row in enumerate(rows) if row.sample]
+        done = self._run([rows[place] for place in places], rows, arena, page_tokens, None)
+        tokens: list[int | None] = [None] * len(rows)
+        for place, token in zip(places, done.token_ids.tolist(), strict=True):
+            tokens[place] = token
+        return StepResult(tokens, {places[i]: told for i, told in done.logprobs.items()})
+
+    def _run(
+        self,
+        sampled: Sequence[BatchRow],
+        chunks: Sequence[BatchRow],
+        arena: _native.Memory,
+        page_tokens: int,
+        logits: NDArray[np.float32] | None,
+    ) -> Decoded:
+        """The tokens after each of `sampled`; of `chunks` all is computed that no row samples."""
+        out = np.empty(len(sampled), np.int32)
+        logprobs = logprobs_buffer(sampled, self.spec.vocab_size)
+        tokens = [row.tokens[-1] for row in sampled]
+        positions = [row.end - 1 for row in sampled]
+        tables = [row.pages for row in sampled]
+        for row in chunks:
+            count = len(row.tokens) - row.sample
+            tokens += row.tokens[:count]
+            positions += range(row.start, row.start + count)
+            tables += [row.pages] * count
         try:
-            tokens = np.array([row.tokens[0] for row in rows], np.int32)
-            positions = np.array([row.start for row in rows], np.int64)
-            page_offsets, pages = ragged([row.pages for row in rows])
-            sampling = sampling_arrays(rows)
+            page_offsets, pages = ragged(tables)
+            self._native.decode(
+                arena, page_tokens, np.array(tokens, np.int32), np.array(positions, np.int64),
+                page_offsets, pages, sampling_arrays(sampled), out, logprobs, logits,
+            )  # fmt: skip
         except OverflowError as error:
             raise ValueError(f"a row's number is out of range: {error}") from None
-        self._native.decode(
-            arena, page_tokens, tokens, positions, page_offsets, pages, sampling, out, logprobs,
-            logits,
-        )  # fmt: skip
-        return Decoded(out, logits, read_logprobs(rows, logprobs))
+        return Decoded(out, logits, read_logprobs(sampled, logprobs))
 
     def _load(self, name: str, array: NDArray[Any]) -> None:
         match = _LAYER_NAME.fullmatch(name)

@@ -36,7 +36,7 @@ class Flow:
     cos: Tensor  # float32 [N, D/2]
     sin: Tensor  # float32 [N, D/2]
     residual: Tensor  # [N, H]
-    qkv: Tensor  # [N, (heads + 2·kv_heads)·D], keys rotated
+    qkv: Tensor  # [N, (heads + 2·kv_heads)·D], queries and keys rotated
     query: Tensor  # [N, heads, D], rotated
     attended: Tensor  # [N, heads, D], for the attention to fill
 

@@ -1,17 +1,24 @@
-"""Is there a CUDA device? Asked of the driver, so that the question costs no torch import."""
+"""CUDA's driver library: what torch has no call for, and questions that cost no torch import."""
 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 
 def cuda_device_count() -> int:
     """CUDA devices visible to this process; 0 without a driver."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = cuda_driver()
     except OSError:
         return 0
     count = ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+@cache
+def cuda_driver() -> ctypes.CDLL:
+    """The driver's library. Raises `OSError` where there is none."""
+    return ctypes.CDLL("libcuda.so.1")

@@ -78,7 +78,7 @@ def draw_special(
     places = [
         place
         for place, index in enumerate(step.sampled_rows)
-        if everyone or is_special(step.rows[index])
+        if everyone or step.rows[index].is_special
     ]
     if not places:
         return None
@@ -108,17 +108,3 @@ def draw_special(
         for index, count in asking_rows(row.params.logprobs for row in rows)
     ]
     return PackedLogprobs(asked, drawn.logprobs)
-
-
-def is_special(row: BatchRow) -> bool:
-    """True for a row that takes more than temperature and noise."""
-    params = row.params
-    return bool(
-        row.banned_ids
-        or params.top_k > 0
-        or params.top_p < 1.0
-        or params.min_p > 0.0
-        or params.logit_bias
-        or params.penalizes
-        or params.logprobs is not None
-    )

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from dualpace.assist.mailbox import Mailbox
 from dualpace.core.config import EngineConfig
 from dualpace.core.errors import (
     EngineError,
@@ -23,6 +24,7 @@ from dualpace.core.errors import (
 )
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob, StepResult
+from dualpace.gpu.assist_service import AssistService
 from dualpace.gpu.gate import release_cache, synchronize
 from dualpace.gpu.runner import LaunchedStep, ModelRunner
 from dualpace.models.tensors import Weight
@@ -45,14 +47,15 @@ class TorchExecutor:
         *,
         arena: Any | None,
         wake: Callable[[], None],
+        mailbox: Mailbox | None = None,
     ) -> None:
         """Load the weights and set up both pools; returns when the first batch can be launched.
 
         weights: as from `models.weights.iter_weights`, in `config.dtype`; arena: writable buffer
         (an mmap) of at least host_pages × page_bytes, or None without host pages; wake: called
-        after each finished ticket, and when more host pages have become usable, from any thread.
-        Raises
-        `HardwareError` where the device has no room for KV, `EngineError` for a short arena.
+        after each finished ticket, and when more host pages have become usable, from any thread;
+        mailbox: the GPU's end of the one through which the CPU engine's iterations are assisted.
+        Raises `HardwareError` where the device has no room for KV, `EngineError` for a short arena.
         """
         self._wake = wake
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu-launch")
@@ -68,6 +71,11 @@ class TorchExecutor:
             self._runner: ModelRunner | None = self._worker.submit(
                 _without_gradients, partial(ModelRunner, config, spec, weights, arena, wake)
             ).result()
+            self._assist: AssistService | None = None
+            if mailbox is not None:
+                self._assist = self._worker.submit(
+                    _without_gradients, partial(self._runner.assist, mailbox)
+                ).result()
         except StepTooLargeError as error:
             self._shut_down()
             raise HardwareError(f"the model does not fit the GPU: {error}") from error
@@ -102,6 +110,8 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Finish what was launched, then let go of threads, weights, pools and the arena."""
+        if self._assist is not None:
+            self._assist.close()
         self._shut_down()
         if self._runner is not None:
             self._runner.close()

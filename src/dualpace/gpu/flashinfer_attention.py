@@ -37,7 +37,7 @@ class BlockTables:
     @classmethod
     def of(cls, spans: Sequence[Span], page_tokens: int, pool_pages: int) -> BlockTables:
         """Raises `EngineError` for a page outside the pool, which would end the process."""
-        used = [-(-span.end // page_tokens) for span in spans]
+        used = [-(-(span.end - span.base) // page_tokens) for span in spans]
         indices = np.fromiter(
             (page for span, count in zip(spans, used, strict=True) for page in span.pages[:count]),
             dtype=np.int32,
@@ -47,7 +47,7 @@ class BlockTables:
             raise EngineError(f"a page outside the gpu pool of {pool_pages} pages")
         indptr = np.zeros(len(spans) + 1, dtype=np.int32)
         np.cumsum(used, out=indptr[1:])
-        ends = np.array([span.end for span in spans], dtype=np.int32)
+        ends = np.array([span.end - span.base for span in spans], dtype=np.int32)
         counts = np.array([span.count for span in spans], dtype=np.int32)
         rows = np.repeat(np.arange(len(spans)), counts)
         within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -156,6 +156,39 @@ class PrefillAttention:
     def run(self, query: Tensor, pool: Tensor, out: Tensor) -> None:
         """query, out: [tokens, heads, D]; pool: [pages, 2, kv_heads, page_tokens, D]."""
         self._wrapper.run(query, pool, out=out)
+
+    def run_with_lse(self, query: Tensor, pool: Tensor, out: Tensor) -> Tensor:
+        """The same; returns log2 of the sums that softmax divides by, float32 [tokens, heads]."""
+        lse: Tensor = self._wrapper.run(query, pool, out=out, return_lse=True)[1]
+        return lse
+
+
+class ContextAttention:
+    """One row's queries, all of which see all of some whole pages."""
+
+    def __init__(self, spec: ModelSpec, page_tokens: int, workspace: Tensor) -> None:
+        self._wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        self._spec = spec
+        self._page_tokens = page_tokens
+        self._hand_over = HandOver()
+
+    def plan(self, queries: int, pages: Int32Array) -> None:
+        """pages: their ids in the pool that `run` is given."""
+        self._hand_over.wait()
+        self._wrapper.plan(
+            pinned(np.array([0, queries], dtype=np.int32)),
+            pinned(np.array([0, len(pages)], dtype=np.int32)),
+            pinned(pages).to("cuda", non_blocking=True),
+            pinned(np.array([self._page_tokens], dtype=np.int32)),
+            self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
+            causal=False, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+        )  # fmt: skip
+        self._hand_over.record()
+
+    def run(self, query: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [queries, heads, D] and log2 sums [queries, heads], as of `run_with_lse`."""
+        out, lse = self._wrapper.run(query, pool, return_lse=True)
+        return out, lse
 
 
 def flashinfer() -> Any:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from dualpace.core.model_spec import ModelSpec
 from dualpace.gpu.cuda_layers import CudaLayers, Flow, TokenInputs
+from dualpace.gpu.far_context import FarContext
 from dualpace.gpu.flashinfer_attention import (
     WORKSPACE_BYTES,
     BlockTables,
@@ -20,6 +21,7 @@ from dualpace.gpu.flashinfer_attention import (
 )
 from dualpace.gpu.kv_pools import KVPools
 from dualpace.gpu.layer_graphs import LayerGraphs
+from dualpace.gpu.page_copies import PageCopies
 from dualpace.gpu.step_input import StepInput
 from dualpace.gpu.torch_attention import TorchAttention
 from dualpace.gpu.upload import upload
@@ -31,13 +33,16 @@ HEAD_DIMS = (64, 128, 256)  # that FlashInfer's kernels are made for
 class FlashInferModel:
     """Runs any step; with `graphs`, the smaller ones through them."""
 
-    def __init__(self, weights: Weights, spec: ModelSpec, pools: KVPools) -> None:
+    def __init__(
+        self, weights: Weights, spec: ModelSpec, pools: KVPools, copies: PageCopies
+    ) -> None:
         self.layers = CudaLayers(weights, spec, pools["gpu"])
         self.pools = pools
         self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=weights.device)
         self.graphs: LayerGraphs | None = None
         self._decode = DecodeAttention(spec, pools.page_tokens, self.workspace)
         self._prefill = PrefillAttention(spec, pools.page_tokens, self.workspace)
+        self._far = FarContext(spec, pools.page_tokens, self.workspace, copies)
         self._host = TorchAttention(pools, spec.group_size, weights.device)
 
     def forward(self, step: StepInput, previous: Tensor) -> Tensor:
@@ -66,6 +71,8 @@ class FlashInferModel:
         if chunks:
             counts = [span.count for span in chunks]
             self._prefill.plan(counts, chunk_tables, arrays["chunk_indices"])
+        far = [span for span in chunks if span.far]
+        self._far.plan(far, [span.far for span in far])
         if here < total:
             self._host.plan([span for span in step.spans if span.tier == "host"])
 
@@ -73,7 +80,13 @@ class FlashInferModel:
             pages = pool[:, layer]
             if decodes:
                 self._decode.run(flow.query[:split], pages, flow.attended[:split])
-            if chunks:
+            if far:
+                lse = torch.empty((total, spec.num_heads), device=flow.query.device)
+                lse[split:here] = self._prefill.run_with_lse(
+                    flow.query[split:here], pages, flow.attended[split:here]
+                )
+                self._far.run(layer, flow.query, flow.attended, lse)
+            elif chunks:
                 self._prefill.run(flow.query[split:here], pages, flow.attended[split:here])
             if here < total:
                 heads = flow.qkv.view(total, -1, spec.head_dim)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from dualpace.core.errors import EngineError
 from dualpace.gpu.kv_pools import KVPools
+from dualpace.gpu.strided_copy import copy_rows_to_device
 
 
 class PageCopies:
@@ -28,11 +30,12 @@ class PageCopies:
     def load(self, host_pages: Sequence[int], gpu_pages: Sequence[int]) -> torch.cuda.Event:
         """Start bringing host pages to the GPU. No step under way may touch the GPU's pages."""
         with torch.cuda.stream(self._loads):
-            for source, target, count in self._runs("host", host_pages, "gpu", gpu_pages):
+            self._check(host_pages, gpu_pages)
+            for source, target, count in self._runs(host_pages, gpu_pages, host_pages):
                 self._pools["gpu"][target : target + count].copy_(
                     self._pools["host"][source : source + count], non_blocking=True
                 )
-            return _mark()
+            return self.mark()
 
     def store(
         self,
@@ -45,31 +48,66 @@ class PageCopies:
         with torch.cuda.stream(self._stores):
             if after is not None:
                 self._stores.wait_event(after)
-            for source, target, count in self._runs("gpu", gpu_pages, "host", host_pages):
+            self._check(host_pages, gpu_pages)
+            for source, target, count in self._runs(gpu_pages, host_pages, host_pages):
                 self._pools["host"][target : target + count].copy_(
                     self._pools["gpu"][source : source + count], non_blocking=True
                 )
-            return _mark()
+            return self.mark()
+
+    @staticmethod
+    def mark() -> torch.cuda.Event:
+        """An event at the end of the current stream, on which a thread waits without spinning."""
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def steps_follow(event: torch.cuda.Event) -> None:
+        """What is launched on the current stream from here on comes after `event`."""
+        torch.cuda.current_stream().wait_event(event)
+
+    def loads_follow_stores(self) -> None:
+        """What is loaded from here on comes after all stores that have been started."""
+        self._loads.wait_stream(self._stores)
+
+    def load_layer(
+        self, layer: int, host_pages: Sequence[int], target: Tensor, after: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        """Start bringing one layer of host pages to `target`, [pages, 2, kv_heads, page_tokens, D]
+        on the GPU, once `after` has passed."""
+        host = self._pools["host"]
+        width = host[0, 0].numel() * host.itemsize
+        with torch.cuda.stream(self._loads):
+            self._loads.wait_event(after)
+            for source, first, count in self._runs(host_pages, range(len(host_pages)), host_pages):
+                copy_rows_to_device(
+                    host[source, layer].data_ptr(), host.stride(0) * host.itemsize,
+                    target[first].data_ptr(), width, width, count,
+                )  # fmt: skip
+            return self.mark()
 
     def finish_stores(self) -> None:
         """Wait until everything that was to be stored is on the host."""
         self._stores.synchronize()
 
-    def _runs(
-        self, source: str, sources: Sequence[int], target: str, targets: Sequence[int]
-    ) -> Iterator[tuple[int, int, int]]:
-        """(first source, first target, pages) of stretches that are consecutive on both sides.
+    def _check(self, host_pages: Sequence[int], gpu_pages: Sequence[int]) -> None:
+        """Raises `EngineError` for a page that does not exist."""
+        if len(host_pages) != len(gpu_pages):
+            raise EngineError(f"{len(host_pages)} host pages for {len(gpu_pages)} of the GPU")
+        for name, pool, pages in (
+            ("host", self._pools["host"], host_pages),
+            ("gpu", self._pools["gpu"], gpu_pages),
+        ):
+            if any(not 0 <= page < len(pool) for page in pages):
+                raise EngineError(f"page outside the {name} pool of {len(pool)}: {list(pages)}")
 
-        Raises `EngineError` for a page that does not exist.
-        """
-        if len(sources) != len(targets):
-            raise EngineError(f"{len(sources)} pages cannot fill {len(targets)}")
-        for tier, pages in ((source, sources), (target, targets)):
-            size = len(self._pools["gpu" if tier == "gpu" else "host"])
-            if any(not 0 <= page < size for page in pages):
-                raise EngineError(f"page outside the {tier} pool of {size} pages: {list(pages)}")
+    def _runs(
+        self, sources: Sequence[int], targets: Sequence[int], hosts: Sequence[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """(first source, first target, pages) of stretches that are consecutive on both sides and
+        within one piece of the host's pool."""
         first = 0
-        hosts = sources if source == "host" else targets
         for index in range(1, len(sources) + 1):
             ends = index == len(sources) or (
                 sources[index] != sources[index - 1] + 1
@@ -79,10 +117,3 @@ class PageCopies:
             if ends:
                 yield sources[first], targets[first], index - first
                 first = index
-
-
-def _mark() -> torch.cuda.Event:
-    """An event at the end of the current stream, on which a thread can wait without spinning."""
-    event = torch.cuda.Event(blocking=True)
-    event.record()
-    return event

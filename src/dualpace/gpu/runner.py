@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dualpace.assist.mailbox import Mailbox
 from dualpace.core.config import EngineConfig
+from dualpace.core.errors import HardwareError
 from dualpace.core.logprobs import unpack_logprobs
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob, StepResult
+from dualpace.gpu.assist_graphs import CudaAssistService
+from dualpace.gpu.assist_service import AssistService, TorchAssistService
 from dualpace.gpu.decode_graphs import DecodeGraphs
 from dualpace.gpu.draw import PackedLogprobs, draw_plain, draw_special, previous_tokens
+from dualpace.gpu.flashinfer_attention import flashinfer
 from dualpace.gpu.flashinfer_model import FlashInferModel, fits
 from dualpace.gpu.kv_pools import KVPools, arena_pool, new_pool
 from dualpace.gpu.layer_graphs import LayerGraphs
@@ -28,7 +33,7 @@ from dualpace.gpu.registration import PIECE_BYTES, Registration
 from dualpace.gpu.step_input import StepInput, flatten
 from dualpace.gpu.step_model import StepModel
 from dualpace.gpu.torch_model import TorchModel
-from dualpace.gpu.transit import Transit
+from dualpace.gpu.transit import Placement, Transit
 from dualpace.models.tensors import Weight
 from dualpace.models.torch_weights import load_weights
 
@@ -82,7 +87,10 @@ class ModelRunner:
         self._device = torch.device(config.device)
         self._dtype = DTYPES[config.dtype]
         self._fast = self._device.type == "cuda" and fits(spec, self._dtype)
-        if self._device.type == "cuda" and not self._fast:
+        if self._fast:
+            flashinfer()  # before the weights, should it be missing
+            logger.info("FlashInfer compiles its kernels at the first start, within minutes")
+        elif self._device.type == "cuda":
             logger.warning(
                 "FlashInfer has no kernels for %s with head size %d: the GPU runs plain torch",
                 config.dtype, spec.head_dim,
@@ -128,12 +136,10 @@ class ModelRunner:
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step; its tokens are there when the device comes to its end."""
-        asked = batch
-        if self._transit is not None:
-            batch = self._transit.place(asked)
-        if self._copies is not None and any(row.tier == "host" for row in batch.rows):
+        placement = Placement(batch, {}) if self._transit is None else self._transit.place(batch)
+        if self._copies is not None and any(row.tier == "host" for row in placement.batch.rows):
             self._copies.finish_stores()  # the torch twin reads the host's pages by itself
-        step = flatten(batch, self._config.page_tokens, self._rows)
+        step = flatten(placement.batch, self._config.page_tokens, self._rows, placement.far)
         self._rows = {}
         previous = previous_tokens(step, self._sampled)
         if not step.rows:
@@ -149,7 +155,7 @@ class ModelRunner:
         self._rows = {row.request_id: index for index, row in enumerate(step.rows) if row.sample}
         launched = self._to_host(step, logprobs)
         if self._transit is not None:
-            self._transit.depart(asked, batch)
+            self._transit.depart(batch, placement)
         return launched
 
     def copy(self, job: CopyJob) -> torch.cuda.Event | None:
@@ -162,6 +168,17 @@ class ModelRunner:
         if job.kind == "load":
             return self._copies.load(job.source, job.target)
         return self._copies.store(job.source, job.target)
+
+    def assist(self, mailbox: Mailbox) -> AssistService:
+        """Serve the CPU engine's iterations with these weights, beside the steps.
+
+        Raises `HardwareError` for a GPU that computes in plain torch.
+        """
+        if isinstance(self._model, FlashInferModel):
+            return CudaAssistService(mailbox, self._model.layers)
+        if self._device.type == "cuda":
+            raise HardwareError("a GPU assists the CPU engine in bfloat16 only: --cpu-route local")
+        return TorchAssistService(mailbox, self._weights, self._spec, self._config.gpu_threads)
 
     def close(self) -> None:
         """Let go of the arena. Nothing may be under way."""
@@ -195,8 +212,8 @@ class ModelRunner:
                     self._copies, first, self._transit_pages, self._config.page_tokens
                 )
         self._model: StepModel
-        if self._fast:
-            self._model = FlashInferModel(self._weights, self._spec, self._pools)
+        if self._fast and self._copies is not None:
+            self._model = FlashInferModel(self._weights, self._spec, self._pools, self._copies)
         else:
             self._model = TorchModel(self._weights, self._spec, self._pools)
 

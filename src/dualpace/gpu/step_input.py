@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ IntArray = npt.NDArray[np.int64]
 class Span:
     """One row's place in the flat token dimension, and the pages of its context.
 
-    Tokens `first` … `first + count - 1` of the step are at positions `start` … `end - 1`.
+    Tokens `first` … `first + count - 1` of the step are at positions `start` … `end - 1`; the pages
+    hold positions from `base` on, `far` those before.
     """
 
     first: int
@@ -30,6 +32,8 @@ class Span:
     start: int
     pages: list[int]
     tier: Tier
+    far: Sequence[int] = ()  # pages of the host
+    base: int = 0
 
     @property
     def end(self) -> int:
@@ -56,17 +60,23 @@ class StepInput:
     @property
     def num_decodes(self) -> int:
         """Rows, and tokens, of the first kind."""
-        return sum(span.count == 1 and span.tier == "gpu" for span in self.spans)
+        return sum(span.count == 1 and span.tier == "gpu" and not span.base for span in self.spans)
 
 
-def flatten(batch: Batch, page_tokens: int, previous: Mapping[str, int]) -> StepInput:
+def flatten(
+    batch: Batch,
+    page_tokens: int,
+    previous: Mapping[str, int],
+    far: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> StepInput:
     """Lay the rows end to end.
 
+    far: of requests whose pages do not begin at position 0, the host's pages that come before;
     previous: row of each request in the step launched before. A pending token that is not there is
     of a step that failed: any token will do, since nobody looks at what follows it. Raises
     `EngineError` for a row whose pages cannot hold it.
     """
-    order = sorted(range(len(batch.rows)), key=lambda index: _kind(batch.rows[index]))
+    order = sorted(range(len(batch.rows)), key=lambda index: _kind(batch.rows[index], far))
     rows = [batch.rows[index] for index in order]
     spans: list[Span] = []
     tokens = np.zeros(batch.num_tokens, dtype=np.int64)
@@ -75,17 +85,19 @@ def flatten(batch: Batch, page_tokens: int, previous: Mapping[str, int]) -> Step
     first = 0
     for row in rows:
         count = len(row.tokens)
-        if count == 0 or len(row.pages) * page_tokens < row.end:
+        before = far.get(row.request_id, ())
+        base = len(before) * page_tokens
+        if count == 0 or len(row.pages) * page_tokens < row.end - base:
             raise EngineError(
                 f"request {row.request_id}: {count} tokens up to position {row.end} "
-                f"in {len(row.pages)} pages of {page_tokens}"
+                f"in {len(row.pages)} pages of {page_tokens} from position {base} on"
             )
         if row.tokens[0] != PENDING:
             tokens[first : first + count] = row.tokens
         else:
             sources[first] = previous.get(row.request_id, 0)
         positions[first : first + count] = np.arange(row.start, row.end)
-        spans.append(Span(first, count, row.start, row.pages, row.tier))
+        spans.append(Span(first, count, row.start, row.pages, row.tier, before, base))
         first += count
     sampled = [index for index, row in enumerate(rows) if row.sample]
     last = [spans[index].first + spans[index].count - 1 for index in sampled]
@@ -101,10 +113,10 @@ def flatten(batch: Batch, page_tokens: int, previous: Mapping[str, int]) -> Step
     )
 
 
-def _kind(row: BatchRow) -> int:
+def _kind(row: BatchRow, far: Mapping[str, Sequence[int]]) -> int:
     if row.tier == "host":
         return 2
-    return 0 if len(row.tokens) == 1 else 1
+    return 0 if len(row.tokens) == 1 and row.request_id not in far else 1
 
 
 def _array(values: Sequence[Any]) -> IntArray:

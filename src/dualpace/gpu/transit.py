@@ -1,15 +1,16 @@
 """Where prompts for the host are computed: GPU pages through which their KV passes.
 
 A host-destined chunk is computed in pages of a small region beside the GPU's pool, exactly like a
-chunk with a seat, and its pages are stored to the host when the step has ended. The pages stay for
-the prompt's next chunk while there is room, so that a prompt up to the region's size is never read
-back. Knows requests by their ids and pages by their numbers; takes part in no decision.
+chunk with a seat, and its pages are stored to the host when the step has ended. The latest pages
+stay for the prompt's next chunk while there is room; what has left is `far_context`'s. Knows
+requests by their ids and pages by their numbers; takes part in no decision.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -21,11 +22,22 @@ from dualpace.kv.pages import pages_for
 
 @dataclass
 class _Passage:
-    """One request's pages in the region, from position 0 on, and its latest store."""
+    """One request's pages in the region, and its latest store."""
 
+    base: int  # position at which the pages begin
     pages: list[int] = field(default_factory=list)
-    positions: int = 0  # leading positions that the pages hold
+    positions: int = 0  # that it has computed: up to here the pages hold KV
     stored: torch.cuda.Event | None = None
+
+
+class Placement(NamedTuple):
+    """A batch with rows for the host in pages of the region, as if they had seats.
+
+    far: of the requests whose pages there do not begin at position 0, the host's that come before.
+    """
+
+    batch: Batch
+    far: dict[str, list[int]]
 
 
 class Transit:
@@ -39,35 +51,37 @@ class Transit:
         self._landing: dict[str, torch.cuda.Event] = {}  # latest stores, not asked for yet
         self._leaving: list[tuple[torch.cuda.Event, list[int]]] = []  # free after the event
 
-    def place(self, batch: Batch) -> Batch:
-        """The batch with its rows for the host, as far as they find room, in pages of the region.
-
-        A row that finds none, or whose earlier chunks have left the region, stays as it is.
-        """
+    def place(self, batch: Batch) -> Placement:
+        """A row that finds no room stays as it is."""
         rows = []
+        far = {}
         kept: set[str] = set()
         for row in batch.rows:
-            pages = self._enter(row, kept) if row.tier == "host" else None
-            if pages is not None:
+            passage = self._enter(row, kept) if row.tier == "host" else None
+            if passage is not None:
                 kept.add(row.request_id)
-                row = msgspec.structs.replace(row, tier="gpu", pages=pages)
+                if passage.base:
+                    far[row.request_id] = row.pages[: passage.base // self._page_tokens]
+                row = msgspec.structs.replace(row, tier="gpu", pages=list(passage.pages))
             rows.append(row)
-        return Batch(batch.number, tuple(rows))
+        return Placement(Batch(batch.number, tuple(rows)), far)
 
-    def depart(self, asked: Batch, placed: Batch) -> None:
+    def depart(self, asked: Batch, placement: Placement) -> None:
         """The step has been launched: store what it computes once it has ended."""
         moved = [
             (row, passing.pages)
-            for row, passing in zip(asked.rows, placed.rows, strict=True)
+            for row, passing in zip(asked.rows, placement.batch.rows, strict=True)
             if row.tier != passing.tier
         ]
         if not moved:
             return
-        ended = torch.cuda.Event()
-        ended.record()
+        ended = self._copies.mark()
         for row, pages in moved:
             first, last = row.start // self._page_tokens, pages_for(row.end, self._page_tokens)
-            stored = self._copies.store(pages[first:last], row.pages[first:last], ended)
+            skipped = len(placement.far.get(row.request_id, ()))
+            stored = self._copies.store(
+                pages[first - skipped : last - skipped], row.pages[first:last], ended
+            )
             passage = self._passages[row.request_id]
             passage.stored = self._landing[row.request_id] = stored
             if row.sample:
@@ -77,26 +91,31 @@ class Transit:
         """The event after which all that was launched so far for the request is on the host."""
         return self._landing.pop(request_id, None)
 
-    def _enter(self, row: BatchRow, kept: set[str]) -> list[int] | None:
+    def _enter(self, row: BatchRow, kept: set[str]) -> _Passage | None:
         passage = self._passages.get(row.request_id)
-        if row.start == 0 and passage is not None:
-            self._leave(row.request_id)  # it starts again
+        if passage is not None and (row.start == 0 or passage.positions < row.start):
+            self._leave(row.request_id)  # it starts again, or has been elsewhere meanwhile
             passage = None
         if passage is None:
-            if row.start > 0:
+            if row.start % self._page_tokens:
+                return None  # the page that it goes on with is not here
+            passage = _Passage(base=row.start)
+        first_page = row.start // self._page_tokens - passage.base // self._page_tokens
+        needed = pages_for(row.end - passage.base, self._page_tokens) - len(passage.pages)
+        if not self._make_room(needed, kept | {row.request_id}):
+            # At the cost of its own oldest pages, which are on the host by now.
+            missing = needed - len(self._free)
+            if missing > first_page or passage.stored is None:
                 return None
-            passage = _Passage()
-        elif passage.positions < row.start:
-            return None
-        needed = pages_for(row.end, self._page_tokens)
-        if not self._make_room(needed - len(passage.pages), kept | {row.request_id}):
-            return None
-        while len(passage.pages) < needed:
-            passage.pages.append(self._free.pop(0))
+            self._leaving.append((passage.stored, passage.pages[:missing]))
+            del passage.pages[:missing]
+            passage.base += missing * self._page_tokens
+            self._make_room(needed, kept | {row.request_id})
+        passage.pages += [self._free.pop(0) for _ in range(needed)]
         passage.positions = row.end
         self._passages[row.request_id] = passage
         self._passages.move_to_end(row.request_id)
-        return list(passage.pages)
+        return passage
 
     def _make_room(self, count: int, kept: set[str]) -> bool:
         """Free at least `count` pages, at the cost of other prompts' passages if need be."""
@@ -109,7 +128,7 @@ class Transit:
                 continue
             # The step about to be launched overwrites the pages: not before they are stored.
             stored, pages = self._leaving.pop(0)
-            torch.cuda.current_stream().wait_event(stored)
+            self._copies.steps_follow(stored)
             self._free += pages
         return True
 

@@ -27,10 +27,10 @@ def rotate_and_append(
 ) -> None:
     """Rotate queries and keys and write keys and values into their pages.
 
-    qkv: bfloat16 [N, (heads + 2·kv_heads)·D], of which keys are rotated in place as well; rotary:
-    cos and sin, float32 [N, D/2]; norms: weights [D] of the norms of queries and keys, if the
-    model has them; pages: int32 [N], -1 to write nothing; offsets: int32 [N], place in the page;
-    pool: [pages, 2, kv_heads, page_tokens, D] of one layer; query: [N, heads, D], is filled.
+    qkv: bfloat16 [N, (heads + 2·kv_heads)·D], its queries and keys are rotated in place, too;
+    rotary: cos and sin, float32 [N, D/2]; norms: weights [D] of the norms of queries and keys, if
+    the model has them; pages: int32 [N], -1 to write nothing; offsets: int32 [N], place in the
+    page; pool: [pages, 2, kv_heads, page_tokens, D] of one layer; query: [N, heads, D], is filled.
     """
     tokens, heads, head_dim = query.shape
     kv_heads = pool.shape[2]
@@ -89,9 +89,9 @@ def _rotate_and_append(
     target = token * HEADS * 2 * HALF + head[:, None] * 2 * HALF + place[None, :]
     tl.store(query + target, turned_first, mask=inside & is_query[:, None])
     tl.store(query + target + HALF, turned_second, mask=inside & is_query[:, None])
-    key_in_place = inside & is_key[:, None]
-    tl.store(qkv + source, turned_first, mask=key_in_place)
-    tl.store(qkv + source + HALF, turned_second, mask=key_in_place)
+    rotated = inside & (is_query | is_key)[:, None]
+    tl.store(qkv + source, turned_first, mask=rotated)
+    tl.store(qkv + source + HALF, turned_second, mask=rotated)
     page = tl.load(pages + token).to(tl.int64)
     offset = tl.load(offsets + token).to(tl.int64)
     kv_head = tl.where(is_value, head - HEADS - KV_HEADS, head - HEADS).to(tl.int64)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from dualpace.policy.cost_model import CostModel, gpu_step
 from dualpace.policy.view import GpuView, RowView
 
 
@@ -13,6 +14,33 @@ def prefill_budget(view: GpuView, decoding: int) -> int:
     Never less than a page: prompts make progress however many rows decode.
     """
     return max(view.page_tokens, view.max_tokens - decoding)
+
+
+def paced_budget(
+    view: GpuView, decoding: Sequence[RowView], budget: int, costs: CostModel, target: float
+) -> int:
+    """The most of `budget` with which a step of the `decoding` rows stays under `target` seconds.
+
+    In whole pages and never less than one; taken as one chunk of the prompt that is first in line.
+    """
+    if not costs.covers("gpu_decode", "gpu_prefill"):
+        return budget
+    context = sum(row.tokens for row in decoding)
+    start = view.prefilling[0].computed if view.prefilling else 0
+
+    def fits(tokens: int) -> bool:
+        return gpu_step(costs, len(decoding), context, [(tokens, start)]).seconds <= target
+
+    if fits(budget):
+        return budget
+    low, high = 1, max(1, budget // view.page_tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle * view.page_tokens):
+            low = middle
+        else:
+            high = middle - 1
+    return low * view.page_tokens
 
 
 def prefill_chunks(

@@ -16,10 +16,19 @@ import numpy as np
 import numpy.typing as npt
 
 from dualpace.core.errors import ConfigError
+from dualpace.core.plan import Route
 
 Floats = npt.NDArray[np.float64]
-Operation = Literal["cpu_iteration", "gpu_decode", "gpu_prefill"]
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+Step = Literal["cpu_iteration", "gpu_decode", "gpu_prefill"]
+Part = Literal["cpu_attention", "assist", "assist_beside_prefill", "assist_stolen"]
+Operation = Step | Part
+OPERATIONS: tuple[Step, ...] = get_args(Step)  # what an engine can be asked to run
+PARTS: tuple[Part, ...] = get_args(Part)  # of a CPU iteration whose dense work the GPU does
+# Dense work does not depend on the context: these are measured by rows alone, at context 0.
+LINES: frozenset[Operation] = frozenset(("assist", "assist_beside_prefill", "assist_stolen"))
+
+
+Chunk = tuple[int, int]  # tokens of a prompt in a step, and those computed before
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -54,6 +63,69 @@ class CostModel(Protocol):
         """A GPU step of one prompt chunk: `tokens` positions after `context` computed ones."""
         ...
 
+    def cpu_attention(self, rows: int, context: int) -> Estimate:
+        """The attention of all layers of a CPU iteration, without its dense work."""
+        ...
+
+    def assist(self, rows: int, prefill_share: float) -> Estimate:
+        """The dense work of all layers of a CPU iteration on the GPU, there and back, beside GPU
+        steps that spend `prefill_share` of their time on prompts."""
+        ...
+
+    def assist_stolen(self, rows: int) -> Estimate:
+        """By how much such dense work delays the GPU's own steps."""
+        ...
+
+    def covers(self, *operations: Operation) -> bool:
+        """True if all of these can be asked for."""
+        ...
+
+
+def gpu_step(costs: CostModel, rows: int, context: int, chunks: Sequence[Chunk]) -> Estimate:
+    """A GPU step of `rows` decode rows over `context` positions, and of prompt `chunks`.
+
+    All of it goes through the dense layers together, as one prompt of so many tokens would; what
+    each part attends to comes on top. Each part's attention is what its context adds to its time.
+    """
+    if not chunks:
+        return costs.gpu_decode(rows, context) if rows else Estimate(0.0, False)
+    parts = [(1.0, costs.gpu_prefill(rows + sum(tokens for tokens, _ in chunks), 0))]
+    for tokens, start in chunks:
+        if start:
+            parts.append((1.0, costs.gpu_prefill(tokens, start)))
+            parts.append((-1.0, costs.gpu_prefill(tokens, 0)))
+    if rows:
+        parts.append((1.0, costs.gpu_decode(rows, context)))
+        # Least contexts are never measured exactly; that they are held is no extrapolation.
+        parts.append((-1.0, Estimate(costs.gpu_decode(rows, 0).seconds, False)))
+    seconds = sum(sign * part.seconds for sign, part in parts)
+    return Estimate(seconds, any(part.extrapolated for _, part in parts))
+
+
+def cpu_step(
+    costs: CostModel, route: Route, rows: int, context: int, prefill_share: float
+) -> Estimate:
+    """A CPU iteration by `route`, beside GPU steps that spend `prefill_share` of their time on
+    prompts. Two halves take turns, so the slower side sets the pace."""
+    if route == "local":
+        return costs.cpu_iteration(rows, context)
+    halves = 2 if route == "assist2" else 1
+    rows, context = -(-rows // halves), context // halves
+    attention = costs.cpu_attention(rows, context)
+    dense = costs.assist(rows, prefill_share)
+    both = (attention.seconds, dense.seconds)
+    seconds = 2 * max(both) if halves == 2 else sum(both)
+    return Estimate(seconds, attention.extrapolated or dense.extrapolated)
+
+
+def stolen(costs: CostModel, route: Route, rows: int) -> float:
+    """GPU seconds that a CPU iteration by `route` takes from the GPU's own steps."""
+    if route == "local":
+        return 0.0
+    if route == "assist":
+        return costs.assist_stolen(rows).seconds
+    return 2 * costs.assist_stolen(-(-rows // 2)).seconds
+
 
 class TableCostModel:
     """A `CostModel` that interpolates between measured points."""
@@ -62,6 +134,8 @@ class TableCostModel:
         by_operation: defaultdict[Operation, list[Point]] = defaultdict(list)
         for point in points:
             by_operation[point.operation].append(point)
+            if point.operation in LINES:  # a surface that is level along the context
+                by_operation[point.operation].append(msgspec.structs.replace(point, context=1))
         self._surfaces = {
             operation: Surface([(p.size, p.context, p.seconds) for p in measured])
             for operation, measured in by_operation.items()
@@ -76,6 +150,23 @@ class TableCostModel:
 
     def gpu_prefill(self, tokens: int, context: int) -> Estimate:
         return self._surface("gpu_prefill").at(tokens, context)
+
+    def cpu_attention(self, rows: int, context: int) -> Estimate:
+        return self._surface("cpu_attention").at(rows, context)
+
+    def assist(self, rows: int, prefill_share: float) -> Estimate:
+        seconds, extrapolated = self._surface("assist").at(rows, 0)
+        if prefill_share and self.covers("assist_beside_prefill"):
+            beside = self._surface("assist_beside_prefill").at(rows, 0)
+            seconds += prefill_share * max(0.0, beside.seconds - seconds)
+            extrapolated = extrapolated or beside.extrapolated
+        return Estimate(seconds, extrapolated)
+
+    def assist_stolen(self, rows: int) -> Estimate:
+        return self._surface("assist_stolen").at(rows, 0)
+
+    def covers(self, *operations: Operation) -> bool:
+        return all(operation in self._surfaces for operation in operations)
 
     def _surface(self, operation: Operation) -> Surface:
         surface = self._surfaces.get(operation)

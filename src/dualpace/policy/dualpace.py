@@ -2,13 +2,18 @@
 
 A GPU seat goes to the oldest request that does not have one, be it decoding on the host or not
 prefilled yet; whoever finds no seat is prefilled into host pages and decoded by the CPU engine.
-When the GPU runs short of pages its youngest request moves to the host.
+When the GPU runs short of pages its youngest request moves to the host. Given a cost model, the
+host takes no more than it can decode within its ITL target, rotates where that is exceeded all
+the same, and chooses who does its dense work; prompts leave GPU rows theirs.
 """
 
 from __future__ import annotations
 
+from dualpace.core.plan import Route
 from dualpace.kv.pages import pages_for
-from dualpace.policy.chunks import prefill_budget, prefill_chunks
+from dualpace.policy.chunks import paced_budget, prefill_budget, prefill_chunks
+from dualpace.policy.cost_model import gpu_step
+from dualpace.policy.host import HostRules
 from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView, RowView
 
 # A row that will need its next page within so many tokens counts as needing it now, so that room
@@ -17,18 +22,29 @@ GROWTH_LEAD = 4
 
 
 class DualPacePolicy:
-    """The product's policy. `max_host_rows` bounds the batch of the CPU engine."""
+    """The product's policy.
+
+    max_host_rows: bounds the requests of the CPU engine; host: bounds them by time as well, if
+    given; gpu_itl_target: seconds that a GPU step with decodes may take, if there is a limit.
+    """
 
     uses_host = True
 
-    def __init__(self, max_host_rows: int) -> None:
+    def __init__(
+        self,
+        max_host_rows: int,
+        host: HostRules | None = None,
+        gpu_itl_target: float | None = None,
+    ) -> None:
         self.max_host_rows = max_host_rows
+        self.host = host
+        self.gpu_itl_target = gpu_itl_target
 
     def plan_gpu(self, view: GpuView) -> GpuDecision:
         demote, preempt = self._relieve(view)
         leaving = {*demote, *preempt}
         decoding = [row for row in view.decoding if row.id not in leaving]
-        budget = prefill_budget(view, len(decoding))
+        budget = self._budget(view, decoding)
         unclaimed = budget - sum(row.remaining for row in view.prefilling)
 
         promote: list[str] = []
@@ -57,26 +73,75 @@ class DualPacePolicy:
             residents += 1
 
         reserve = self._reserve(view, taken=set(admit), unclaimed=unclaimed)
+        prefill = prefill_chunks((*view.prefilling, *admitted), budget, view.page_tokens)
+        token_rate, prefill_share = self._load(view, decoding, prefill)
         return GpuDecision(
             admit=tuple(admit),
             reserve=reserve,
             promote=tuple(promote),
             demote=demote,
             preempt=preempt,
-            prefill=prefill_chunks((*view.prefilling, *admitted), budget, view.page_tokens),
+            prefill=prefill,
+            token_rate=token_rate,
+            prefill_share=prefill_share,
         )
 
     def plan_cpu(self, view: CpuView) -> CpuDecision:
+        """Rows take turns, who has waited for the most iterations first, and the oldest among
+        equals: so all of them run wherever all fit."""
         rows = list(view.rows)
+        turn, route = self._turn(rows, view)
         free = view.pages_free
         send_back = []
-        while len(rows) > 1 and _short_of_pages(rows[: view.max_rows], view.page_tokens) > free:
+        while len(rows) > 1 and _short_of_pages(turn, view.page_tokens) > free:
             victim = rows.pop()
             free += victim.pages
             send_back.append(victim.id)
+            turn, route = self._turn(rows, view)
         return CpuDecision(
-            run=tuple(row.id for row in rows[: view.max_rows]), send_back=tuple(send_back)
+            run=tuple(row.id for row in turn), send_back=tuple(send_back), route=route
         )
+
+    def _turn(self, rows: list[RowView], view: CpuView) -> tuple[list[RowView], Route]:
+        """Those of `rows` that the next iteration takes, and its route."""
+        turn = sorted(rows, key=lambda row: (row.last_step, row.arrival))[: view.max_rows]
+        if self.host is None or not turn:
+            return turn, "local"
+        count, route = self.host.choose(
+            [row.tokens for row in turn], view.token_rate, view.prefill_share, view.route
+        )
+        return turn[:count], route
+
+    def _budget(self, view: GpuView, decoding: list[RowView]) -> int:
+        """Positions for prompts in the next step."""
+        budget = prefill_budget(view, len(decoding))
+        if self.host is None or self.gpu_itl_target is None or not decoding:
+            return budget
+        return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target)
+
+    def _load(
+        self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]
+    ) -> tuple[float, float]:
+        """Tokens that one more second of the GPU would yield, and the prompts' share of its step.
+
+        Prompts are the GPU's whatever the host does, so that a second is worth what its decodes
+        make of one, also while prompts keep it busy: N requests of p prefill seconds and d decode
+        seconds each end in T = N·p + (N - H)·d if the host decodes H, and dH/dT = 1/d. A GPU
+        that decodes nothing yields first tokens.
+        """
+        costs = None if self.host is None else self.host.costs
+        if costs is None or not costs.covers("gpu_decode", "gpu_prefill"):
+            return 0.0, 0.0
+        counts = dict(prefill)
+        prompts = [row for row in (*view.prefilling, *view.waiting) if row.id in counts]
+        chunks = [(counts[row.id], row.computed) for row in prompts]
+        rows, context = len(decoding), sum(row.tokens for row in decoding)
+        step = gpu_step(costs, rows, context, chunks).seconds
+        if rows:
+            decodes = costs.gpu_decode(rows, context).seconds
+            return rows / decodes, max(0.0, 1.0 - decodes / step)
+        first_tokens = sum(counts[row.id] == row.remaining for row in prompts)
+        return (first_tokens / step, 1.0) if prompts else (0.0, 0.0)
 
     def _relieve(self, view: GpuView) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Youngest rows to leave, until the others can grow: to demote where the host can take
@@ -107,11 +172,15 @@ class DualPacePolicy:
         reserve = []
         free = view.host_pages_free
         rows = view.host_rows
+        context = view.host_context
         for row in view.waiting:
             if not view.host_open or rows >= self.max_host_rows or unclaimed <= 0:
                 break
             if row.id in taken:
                 continue
+            # An idle host takes one request however slow it is: a prompt may fit nowhere else.
+            if self.host and rows and not self.host.fits(rows + 1, context + row.tokens):
+                break
             pages = pages_for(row.tokens + 1, view.page_tokens)
             if pages > view.host_pages_total:
                 continue
@@ -119,6 +188,7 @@ class DualPacePolicy:
                 break
             free -= pages
             rows += 1
+            context += row.tokens
             unclaimed -= row.remaining
             reserve.append(row.id)
         return tuple(reserve)

@@ -34,7 +34,10 @@ class GpuOnlyPolicy:
             pages = pages_for(row.tokens + 1, view.page_tokens)
             if pages > view.pages_total:
                 continue  # it must not hold up those that fit
-            if pages > free or seats <= 0 or unclaimed <= 0:
+            # Who is let into the last pages will soon be recomputed: each resident keeps one to
+            # grow into. Alone, a request may have them all.
+            growth = len(decoding) + len(prefilling)
+            if pages + growth > free or seats <= 0 or unclaimed <= 0:
                 break
             free -= pages
             seats -= 1

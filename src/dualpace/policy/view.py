@@ -6,14 +6,15 @@ from typing import Protocol
 
 import msgspec
 
-from dualpace.core.plan import Tier
+from dualpace.core.plan import Route, Tier
 
 
 class RowView(msgspec.Struct, frozen=True):
     """One request.
 
     tokens: prompt and output tokens it has; computed: leading positions whose KV is written;
-    pages: KV pages it holds in `tier`.
+    pages: KV pages it holds in `tier`; last_step: the CPU iteration that it took part in last, 0
+    for none yet.
     """
 
     id: str
@@ -22,6 +23,7 @@ class RowView(msgspec.Struct, frozen=True):
     computed: int = 0
     pages: int = 0
     tier: Tier = "gpu"
+    last_step: int = 0
 
     @property
     def remaining(self) -> int:
@@ -35,7 +37,9 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     decoding: rows with complete KV on the GPU; prefilling: rows with pages in either tier and
     positions left to compute; waiting: rows without pages (the first of them); host: the oldest
     requests of the CPU engine; moving: rows under promotion, whose GPU pages are reserved;
-    demoting_pages: GPU pages that rows under demotion will give back.
+    demoting_pages: GPU pages that rows under demotion will give back; host_rows, host_context:
+    requests that are the CPU engine's or on their way there, and their tokens; pages_moving: GPU
+    pages of rows whose KV is being copied to the GPU, where one scheduler owns both tiers.
     """
 
     now: float
@@ -50,10 +54,12 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     host: tuple[RowView, ...] = ()
     moving: int = 0
     demoting_pages: int = 0
+    pages_moving: int = 0
     host_open: bool = False
     host_pages_total: int = 0
     host_pages_free: int = 0
     host_rows: int = 0
+    host_context: int = 0
 
 
 class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +68,9 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     admit: waiting rows that get GPU pages; reserve: waiting rows for which host pages are asked;
     promote: host rows to recall; demote: rows to move to the host; preempt: rows to recompute
     later; prefill: (row, number of positions) of the next step. Rows left in `decoding` decode.
+    token_rate: tokens that one more second of the GPU would yield; prefill_share: of the time of
+    the next step. Both are for the CPU engine's choice of route. gate: host rows that decode in the
+    first and in the second half of this step, where one scheduler owns both tiers.
     """
 
     admit: tuple[str, ...] = ()
@@ -70,23 +79,34 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     demote: tuple[str, ...] = ()
     preempt: tuple[str, ...] = ()
     prefill: tuple[tuple[str, int], ...] = ()
+    token_rate: float = 0.0
+    prefill_share: float = 0.0
+    gate: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 class CpuView(msgspec.Struct, frozen=True, kw_only=True):
-    """The CPU engine between two iterations; rows in arrival order."""
+    """The CPU engine between two iterations; rows in arrival order.
+
+    route: the last iteration's; token_rate, prefill_share: the GPU engine's, as it last told.
+    """
 
     now: float
     page_tokens: int
     pages_free: int
     max_rows: int
     rows: tuple[RowView, ...] = ()
+    route: Route = "local"
+    token_rate: float = 0.0
+    prefill_share: float = 0.0
 
 
 class CpuDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """run: rows of the next iteration; send_back: rows to return for recompute, pages freed."""
+    """run: rows of the next iteration; send_back: rows to return for recompute, pages freed;
+    route: who does the iteration's dense work."""
 
     run: tuple[str, ...] = ()
     send_back: tuple[str, ...] = ()
+    route: Route = "local"
 
 
 class Policy(Protocol):

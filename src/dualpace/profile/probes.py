@@ -6,9 +6,11 @@ would. Knows no engine, no tensors, and not what is done with the points.
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dualpace.core.plan import Batch, BatchRow, Executor, Tier
@@ -62,19 +64,48 @@ def plan_points(operation: Operation, room: Room) -> list[tuple[int, int]]:
     )
 
 
+def held_out_points(
+    operation: Operation, room: Room, count: int, seed: int
+) -> list[tuple[int, int]]:
+    """(size, context) of up to `count` points that `plan_points` does not have, drawn at random
+    within the same bounds: small ones as often as large ones."""
+    planned = plan_points(operation, room)
+    most_size = max(size for size, _ in planned)
+    most_context = max(context for _, context in planned)
+    rng = random.Random(seed)
+    drawn: list[tuple[int, int]] = []
+    for _ in range(20 * count):
+        size = round(math.exp(rng.uniform(0.0, math.log(most_size))))
+        context = round(math.exp(rng.uniform(0.0, math.log(most_context + 1)))) - 1
+        point = (size, context)
+        if point in planned or point in drawn or make_batch(operation, *point, room) is None:
+            continue
+        if operation == "gpu_prefill" and size < SMALLEST_CHUNK:
+            continue
+        if operation != "gpu_prefill" and context < SMALLEST_CONTEXT:
+            continue
+        drawn.append(point)
+        if len(drawn) == count:
+            break
+    return drawn
+
+
 def probe(
     operation: Operation,
     executor: Executor,
     room: Room,
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
+    points: Sequence[tuple[int, int]] | None = None,
 ) -> Iterator[Point]:
     """Measure point after point, for about `seconds`; each is yielded as soon as it is known.
+
+    points: (size, context) of each, `plan_points` by default.
 
     A point is the median of up to `REPEATS` runs after one to warm up. Raises what a step raises.
     """
     deadline = clock() + seconds
-    for size, context in plan_points(operation, room):
+    for size, context in plan_points(operation, room) if points is None else points:
         if clock() >= deadline:
             return
         batch = make_batch(operation, size, context, room)

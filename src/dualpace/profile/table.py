@@ -20,7 +20,8 @@ from dualpace.profile.fingerprint import MODEL_FIELDS, Fingerprint, require_same
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """`model` is its name as the user wrote it, `date` ISO 8601, `*_kv_tokens` the KV room that
-    there was in each tier."""
+    there was in each tier, `copy_bandwidth` bytes per second between them. `note` says where the
+    numbers come from if they were not measured here, else it is empty."""
 
     model: str
     date: str
@@ -28,6 +29,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     gpu_kv_tokens: int
     host_kv_tokens: int
     points: tuple[Point, ...]
+    copy_bandwidth: float = 25e9
+    note: str = ""
 
     def keeping(self, earlier: Profile) -> Profile:
         """This profile, with those points of `earlier` that were not measured again."""

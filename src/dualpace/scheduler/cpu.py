@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dualpace.core.errors import AssistError
 from dualpace.core.history import TokenHistory
 from dualpace.core.messages import (
     FRONTEND,
@@ -18,6 +19,7 @@ from dualpace.core.messages import (
     Cancel,
     Deny,
     Failed,
+    GpuLoad,
     Grant,
     Handoff,
     HostReport,
@@ -30,7 +32,7 @@ from dualpace.core.messages import (
     Usable,
     token_event,
 )
-from dualpace.core.plan import Batch, BatchRow, CopyJob, StepResult
+from dualpace.core.plan import Batch, BatchRow, CopyJob, Route, StepResult
 from dualpace.core.request import RequestState
 from dualpace.kv.pages import BlockTable, PagePool, pages_for
 from dualpace.policy.view import CpuView, Policy, RowView
@@ -38,6 +40,7 @@ from dualpace.scheduler.base import SchedulerBase
 from dualpace.scheduler.patience import LOOK_INTERVAL, Patience
 
 logger = logging.getLogger(__name__)
+ASSIST_RETRIES = 3  # iterations in a row that the GPU engine may let down before rows fail
 REPORTED_LENGTHS = 16  # rows whose length each HostReport names
 REPORT_INTERVAL = 5.0  # seconds after which a report is made though nothing has changed
 REMEMBERED_REQUESTS = 8192  # whose old messages are known as such
@@ -46,11 +49,15 @@ CLAIM_PATIENCE = 10.0  # seconds after which the GPU engine is reminded of pages
 
 @dataclass(eq=False)
 class HostRow:
-    """A request that the CPU engine decodes. All its tokens but the last have KV."""
+    """A request that the CPU engine decodes. All its tokens but the last have KV.
+
+    step: the iteration that it takes part in; last_step: the last one it took part in, 0 for none.
+    """
 
     state: RequestState
     table: BlockTable
     step: int | None = None
+    last_step: int = 0
     history: TokenHistory = field(default_factory=TokenHistory)
 
     @property
@@ -84,6 +91,9 @@ class CpuScheduler(SchedulerBase):
         self.rows: dict[str, HostRow] = {}
         self.grants: dict[str, Claim] = {}
         self.loads: dict[str, Claim] = {}
+        self.route: Route = "local"  # of the last iteration
+        self.gpu_load = GpuLoad(0.0, 0.0)
+        self._failed_assists = 0  # in a row
         self._latest: dict[str, int] = {}  # epoch last heard of, by request, the last heard of last
         self._reported: tuple[int, int, int] | None = None
         self._reports = 0
@@ -105,6 +115,8 @@ class CpuScheduler(SchedulerBase):
                 self._recall(body)
             case Loaded():
                 self._cancel(body, self.loads)
+            case GpuLoad():
+                self.gpu_load = body
             case Usable():
                 self.pool.extend(max(self.pool.total, min(body.pages, self.pages)))
             case _:
@@ -221,9 +233,10 @@ class CpuScheduler(SchedulerBase):
         if not parts:
             return None
         self.steps += 1
-        batch = Batch(self.steps, tuple(self._batch_row(row) for row in parts))
+        self.route = decision.route
+        batch = Batch(self.steps, tuple(self._batch_row(row) for row in parts), self.route)
         for row in parts:
-            row.step = batch.number
+            row.step = row.last_step = batch.number
         self.hold_for_step(batch.number, (row.table for row in parts))
         return batch
 
@@ -243,9 +256,13 @@ class CpuScheduler(SchedulerBase):
                     row.computed,
                     len(row.table),
                     "host",
+                    row.last_step,
                 )
                 for row in rows
             ),
+            route=self.route,
+            token_rate=self.gpu_load.token_rate,
+            prefill_share=self.gpu_load.prefill_share,
         )
 
     def _send_back(self, row: HostRow) -> None:
@@ -276,6 +293,7 @@ class CpuScheduler(SchedulerBase):
     # -- commit ----------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, result: StepResult) -> None:
+        self._failed_assists = 0
         self.step_ended(batch.number)
         for index, (part, token) in enumerate(zip(batch.rows, result.tokens, strict=True)):
             row = self.rows.get(part.request_id)
@@ -292,6 +310,13 @@ class CpuScheduler(SchedulerBase):
     def fail(self, batch: Batch, error: Exception) -> None:
         logger.error("iteration %d failed: %s", batch.number, error, exc_info=error)
         self.step_ended(batch.number)
+        self._failed_assists += 1
+        if isinstance(error, AssistError) and self._failed_assists <= ASSIST_RETRIES:
+            for part in batch.rows:  # they stay as they were, and are run again
+                row = self.rows.get(part.request_id)
+                if row is not None and row.step == batch.number:
+                    row.step = None
+            return
         for part in batch.rows:
             row = self.rows.get(part.request_id)
             if row is not None and row.step == batch.number:

@@ -142,6 +142,7 @@ class GpuScheduler(SchedulerBase):
             self.admit(self.rows[request_id])
         for request_id in decision.reserve:
             self.mover.reserve(self.rows[request_id])
+        self.mover.tell_load(decision.token_rate, decision.prefill_share)
         return self.build(decision.prefill)
 
     def view(self, now: float) -> GpuView:
@@ -150,6 +151,8 @@ class GpuScheduler(SchedulerBase):
         for row in self.rows.values():
             if row.phase is not Phase.WAITING and not _ends_by_itself(row):
                 by_phase[row.phase].append(row)
+        on_host = [row for phase in HOST_PHASES for row in by_phase[phase]]
+        on_host += (row for row in by_phase[Phase.PREFILL] if row.tier == "host")
         for phase in (Phase.DECODE, Phase.PREFILL, Phase.REMOTE):
             by_phase[phase].sort(key=by_arrival)
         return GpuView(
@@ -172,8 +175,8 @@ class GpuScheduler(SchedulerBase):
             host_open=self._host_open,
             host_pages_total=self.mover.host_pages_total,
             host_pages_free=self.mover.host_pages_free,
-            host_rows=sum(len(by_phase[phase]) for phase in HOST_PHASES)
-            + sum(row.tier == "host" for row in by_phase[Phase.PREFILL]),
+            host_rows=len(on_host),
+            host_context=sum(max(row.num_tokens, row.host_length) for row in on_host),
         )
 
     @property

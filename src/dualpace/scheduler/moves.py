@@ -16,6 +16,7 @@ from dualpace.core.messages import (
     AnyMessage,
     Cancel,
     Deny,
+    GpuLoad,
     Grant,
     Handoff,
     HostGone,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from dualpace.scheduler.gpu import GpuScheduler
 
 logger = logging.getLogger(__name__)
+LOAD_CHANGE = 0.1  # of the GPU's load, before the CPU engine is told again
 REMEMBERED_ENDINGS = 256  # more than the CPU engine ends within a message's travel time
 
 
@@ -59,6 +61,7 @@ class Mover:
         self.ending: dict[str, int] = {}
         self._report = 0
         self._told_usable = 0
+        self._told_load = (0.0, 0.0)
         self._draining: int | None = None
         self._ended_there: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ENDINGS)
         self._copies: list[CopyJob] = []
@@ -363,6 +366,7 @@ class Mover:
         self.host_pages_total = up.pages
         self.host_pages_free = 0  # until it reports what it makes of the pages that are usable
         self._told_usable = 0
+        self._told_load = (0.0, 0.0)
 
     def repeat_usable(self) -> None:
         """Tell it once more."""
@@ -374,6 +378,14 @@ class Mover:
         if self.host_up and usable > self._told_usable:
             self._told_usable = usable
             self.gpu.send(CPU, Usable(usable))
+
+    def tell_load(self, token_rate: float, prefill_share: float) -> None:
+        """Tell the CPU engine how busy the GPU is and with what, if that has changed enough."""
+        rate, share = self._told_load
+        changed = abs(token_rate - rate) > LOAD_CHANGE * rate
+        if self.host_up and (changed or abs(prefill_share - share) > LOAD_CHANGE):
+            self._told_load = (token_rate, prefill_share)
+            self.gpu.send(CPU, GpuLoad(token_rate, prefill_share))
 
     def _peer_down(self, down: PeerDown) -> None:
         """The CPU engine is dead. What was on its way there stays here; what it held is lost."""

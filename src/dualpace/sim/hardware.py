@@ -6,10 +6,12 @@ Translates between batches and the cost model's questions; schedules nothing.
 from __future__ import annotations
 
 from dualpace.core.errors import ConfigError
-from dualpace.core.plan import Batch, CopyJob
-from dualpace.policy.cost_model import CostModel, Estimate
+from dualpace.core.plan import Batch, BatchRow, CopyJob
+from dualpace.policy.cost_model import CostModel, Estimate, cpu_step, gpu_step, stolen
 from dualpace.sim.world import Hardware
 
+SMOOTHING = 0.2  # weight of the last step in what counts as "of late"
+MOST_STOLEN = 0.9  # of the GPU's time, by assists
 MESSAGE_DELAY = 50e-6  # seconds from send to receipt between two processes, over ZeroMQ ipc
 
 
@@ -25,6 +27,9 @@ class Durations:
         self._costs = costs
         self._page_bytes = page_bytes
         self._copy_bandwidth = copy_bandwidth
+        self._prefill_share = 0.0  # of the GPU's time, of late
+        self._owed = 0.0  # GPU seconds that the CPU iteration under way still takes
+        self._stolen_share = 0.0  # of the GPU's time, while it does
         self.steps = 0
         self.extrapolated = 0
 
@@ -41,27 +46,64 @@ class Durations:
         )
 
     def gpu_step(self, batch: Batch) -> float:
-        """The decodes' part and each prompt chunk's part, one after the other."""
-        parts = []
+        """What its decodes and prompt chunks take together, and what assists take from it."""
+        if batch.second_half is not None:
+            return self._gated_step(
+                batch.rows[: batch.second_half], batch.rows[batch.second_half :]
+            )
         rows = context = 0
+        chunks = []
         for row in batch.rows:
             if len(row.tokens) == 1 and row.start and row.tier == "gpu":
                 rows += 1
                 context += row.end
             else:
-                parts.append(self._costs.gpu_prefill(len(row.tokens), row.start))
-        if rows:
-            parts.append(self._costs.gpu_decode(rows, context))
-        return self._count(parts)
+                chunks.append((len(row.tokens), row.start))
+        step = gpu_step(self._costs, rows, context, chunks)
+        seconds = self._count(step)
+        decodes = self._costs.gpu_decode(rows, context).seconds if rows else 0.0
+        share = max(0.0, 1.0 - decodes / seconds)
+        self._prefill_share += SMOOTHING * (share - self._prefill_share)
+        delay = min(self._owed, seconds * self._stolen_share / (1.0 - self._stolen_share))
+        self._owed -= delay
+        return seconds + delay
+
+    def _gated_step(self, *halves: tuple[BatchRow, ...]) -> float:
+        """While the GPU computes the dense layers of one half, both attend for the other one."""
+        costs = self._costs
+        dense, attention = [], []
+        for rows in halves:
+            prompts = [row for row in rows if len(row.tokens) > 1 or not row.start]
+            decodes = [row for row in rows if row not in prompts]
+            on_gpu = [row.end for row in decodes if row.tier == "gpu"]
+            on_host = [row.end for row in decodes if row.tier == "host"]
+            tokens = sum(len(row.tokens) for row in rows)
+            one_pass = costs.gpu_prefill if prompts else costs.gpu_decode
+            dense.append(one_pass(tokens, 0).seconds if tokens else 0.0)
+            gpu = gpu_step(costs, len(on_gpu), sum(on_gpu), ()).seconds
+            gpu -= gpu_step(costs, len(on_gpu), 0, ()).seconds
+            host = costs.cpu_attention(len(on_host), sum(on_host)).seconds if on_host else 0.0
+            attention.append((gpu, host))
+        seconds = 0.0
+        for other, (gpu, host) in zip(reversed(dense), attention, strict=True):
+            seconds += max(other + gpu, host)
+        return self._count(Estimate(seconds, False))
 
     def cpu_step(self, batch: Batch) -> float:
-        context = sum(row.end for row in batch.rows)
-        return self._count([self._costs.cpu_iteration(len(batch.rows), context)])
+        """By the batch's route; what it steals from the GPU delays the GPU's next steps, evenly
+        over the iteration."""
+        rows, context = len(batch.rows), sum(row.end for row in batch.rows)
+        seconds = self._count(
+            cpu_step(self._costs, batch.route, rows, context, self._prefill_share)
+        )
+        self._owed = stolen(self._costs, batch.route, rows)
+        self._stolen_share = min(self._owed / max(seconds, 1e-9), MOST_STOLEN)
+        return seconds
 
     def copy(self, job: CopyJob) -> float:
         return len(job.source) * self._page_bytes / self._copy_bandwidth
 
-    def _count(self, parts: list[Estimate]) -> float:
+    def _count(self, step: Estimate) -> float:
         self.steps += 1
-        self.extrapolated += any(part.extrapolated for part in parts)
-        return sum(part.seconds for part in parts)
+        self.extrapolated += step.extrapolated
+        return step.seconds

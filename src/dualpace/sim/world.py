@@ -28,8 +28,10 @@ from dualpace.core.messages import (
 from dualpace.core.plan import Batch, CopyJob
 from dualpace.core.request import RequestState
 from dualpace.loop import EngineLoop
+from dualpace.policy.gated import GatedPolicy
 from dualpace.policy.view import Policy
 from dualpace.scheduler.cpu import CpuScheduler
+from dualpace.scheduler.gated import GatedScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.sim.clock import VirtualClock
 from dualpace.sim.executor import SimulatedExecutor, SimulatedMemory, simulated_logprobs
@@ -137,16 +139,14 @@ class World:
         self.streams: dict[str, Stream] = {}
         self.port = self.network.port(FRONTEND, self._receive)
         self.usable_host_pages = 0
-        self.gpu_scheduler = GpuScheduler(
-            policy,
-            hardware.gpu_pages,
-            hardware.page_tokens,
-            max_rows,
-            max_tokens,
-            usable_host_pages=lambda: self.usable_host_pages,
-        )
+        self.gated = isinstance(policy, GatedPolicy)
+        self.gpu_scheduler = self._gpu_scheduler(max_tokens)
         self.gpu = self._engine(
-            GPU, self.gpu_scheduler, hardware.gpu_step, hardware.gpu_failure, gpu_depth
+            GPU,
+            self.gpu_scheduler,
+            hardware.gpu_step,
+            hardware.gpu_failure,
+            1 if self.gated else gpu_depth,
         )
         for part in range(1, REGISTERED_PARTS + 1):
             self.clock.at(hardware.registration * part / REGISTERED_PARTS, self._registered(part))
@@ -203,6 +203,9 @@ class World:
         for scheduler in (self.gpu_scheduler, self.cpu_scheduler):
             scheduler.pool.check_integrity(idle=True)
             assert not scheduler.rows, scheduler.rows
+        if isinstance(self.gpu_scheduler, GatedScheduler):
+            self.gpu_scheduler.host_pool.check_integrity(idle=True)
+            return
         mover = self.gpu_scheduler.mover
         assert not mover.ending
         if mover.host_up:
@@ -210,6 +213,19 @@ class World:
             assert mover.host_pages_free == self.cpu_scheduler.pool.free
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _gpu_scheduler(self, max_tokens: int) -> GpuScheduler | GatedScheduler:
+        """The GPU engine's; for a gated policy the only one, which owns the host's pages, too."""
+        hardware = self.hardware
+        if self.gated:
+            return GatedScheduler(
+                self.policy, hardware.gpu_pages, hardware.host_pages, hardware.page_tokens,
+                self.max_rows, max_tokens,
+            )  # fmt: skip
+        return GpuScheduler(
+            self.policy, hardware.gpu_pages, hardware.page_tokens, self.max_rows, max_tokens,
+            usable_host_pages=lambda: self.usable_host_pages,
+        )  # fmt: skip
 
     def _registered(self, part: int) -> Callable[[], None]:
         def event() -> None:
@@ -221,7 +237,7 @@ class World:
     def _engine(
         self,
         name: str,
-        scheduler: GpuScheduler | CpuScheduler,
+        scheduler: GpuScheduler | GatedScheduler | CpuScheduler,
         step_time: Callable[[Batch], float],
         failure: Callable[[Batch], Exception | None] = lambda batch: None,
         depth: int = 1,
@@ -241,7 +257,7 @@ class World:
             self.hardware.copy,
             turn,
             failure,
-            lands=name == GPU,
+            lands=name == GPU and not self.gated,
         )
         loop = EngineLoop(scheduler, executor, port, self.clock, depth)
         engine = Engine(loop, port, executor)
@@ -249,10 +265,11 @@ class World:
 
     def _start_cpu(self) -> None:
         hardware = self.hardware
-        pages = hardware.host_pages if self.policy.uses_host else 0
+        uses_host = self.policy.uses_host and not self.gated
+        pages = hardware.host_pages if uses_host else 0
         self.cpu_scheduler = CpuScheduler(self.policy, pages, hardware.page_tokens, self.max_rows)
         self.cpu = self._engine(CPU, self.cpu_scheduler, hardware.cpu_step)
-        if self.policy.uses_host:
+        if uses_host:
             self.port.send(GPU, PeerUp(self.network.generation, "", pages))
 
     def _abort(self, request_id: str) -> None:

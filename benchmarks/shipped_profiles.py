@@ -1,0 +1,194 @@
+"""Writes the profiles that come with the package, from formulas and the sources told in each.
+
+None is measured as `dualpace profile` measures: the reference machine's are put together from
+`docs/log.md` until they are, the RTX 4090's is a model of a machine that nobody here has.
+
+    python benchmarks/shipped_profiles.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+
+from dualpace.core.version import __version__
+from dualpace.policy.cost_model import Operation, Point
+from dualpace.profile.fingerprint import Fingerprint
+from dualpace.profile.table import Profile
+
+FOLDER = Path(__file__).parent.parent / "src/dualpace/profile/shipped"
+ROWS = (1, 16, 32, 64, 128, 192, 256)
+CHUNKS = (16, 64, 128, 256, 512, 1024, 2048)
+CONTEXTS = (0, 1024, 8192, 32768, 131072, 524288)
+PAGE_TOKENS = 32
+LLAMA_8B = dict(
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+    num_kv_heads=8,
+)  # fmt: skip
+LLAMA_70B = dict(
+    vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64,
+    num_kv_heads=8,
+)  # fmt: skip
+HEAD_DIM = 128
+
+REFERENCE = dict(
+    cpu="Emerald Rapids Xeon with AMX, virtual", cpu_cores=13, cpu_isa="avx512_bf16",
+    device="NVIDIA H200", driver="13.0", torch="2.11.0",
+)  # fmt: skip
+RTX_4090 = dict(
+    cpu="Intel Xeon Silver 4510", cpu_cores=12, cpu_isa="avx512_bf16",
+    device="NVIDIA GeForce RTX 4090", driver="", torch="",
+)  # fmt: skip
+REFERENCE_NOTE = (
+    "NOT MEASURED AS ONE: put together by hand from docs/log.md of 2026-11-30 (decode steps, "
+    "chunks of prompts, kernels of the CPU engine) and a prototype of the assist (latency beside "
+    "decodes{}; time stolen from how much decode steps slow down)."
+)
+RTX_4090_NOTE = (
+    "MODELLED, not measured. RTX 4090: 1008 GB/s at 85% and 165 TFLOP/s bf16 at 70% (NVIDIA Ada "
+    "architecture white paper), PCIe 4 x16 at 25 GB/s. Xeon Silver 4510: 12 cores, 8 channels of "
+    "DDR5-4400 = 282 GB/s (Intel ARK), of which 12 cores read 150 GB/s, attention at 80% of that, "
+    "AMX at the 5 TFLOP/s that 12 cores reached on the reference machine. Assist: weights read "
+    "again at half the bandwidth, four times as slow beside prompts."
+)
+
+
+def grid(
+    operation: Operation,
+    sizes: Iterable[int],
+    seconds: Callable[[int, int], float],
+    contexts: Iterable[int] = CONTEXTS,
+) -> list[Point]:
+    contexts = tuple(contexts)
+    return [Point(operation, n, c, round(seconds(n, c), 7)) for n in sizes for c in contexts]
+
+
+def line(operation: Operation, seconds: dict[int, float]) -> list[Point]:
+    return [Point(operation, rows, 0, round(value, 7)) for rows, value in seconds.items()]
+
+
+def prefill(base: dict[int, float], flop_per_pair: float, flops: float) -> list[Point]:
+    """base: seconds of a chunk at the start of a prompt; later ones attend to more."""
+    return grid(
+        "gpu_prefill", base, lambda n, c: base[n] + n * c * flop_per_pair / flops, CONTEXTS[:5]
+    )
+
+
+def profile(
+    model: str, shape: dict[str, int], machine: dict[str, object], note: str, **fields: object
+) -> Profile:
+    token_bytes = 4 * shape["num_layers"] * shape["num_kv_heads"] * HEAD_DIM
+    fingerprint = Fingerprint(
+        **machine, **shape, dualpace=__version__, architecture="LlamaForCausalLM",
+        head_dim=HEAD_DIM, qkv_bias=False, qk_norm=False, tie_embeddings=False, dtype="bfloat16",
+        page_tokens=PAGE_TOKENS, page_bytes=PAGE_TOKENS * token_bytes,
+    )  # fmt: skip
+    return Profile(
+        model=model, date="2026-11-30", fingerprint=fingerprint, note=note, **fields
+    )  # fmt: skip
+
+
+def reference_8b() -> Profile:
+    token, layers = 131072, 32
+    wide = {128: 0.0, 192: 0.7e-3, 256: 1.4e-3}  # 128 rows cost as much as one
+    chunks = dict(zip(CHUNKS, (7e-3, 7.3e-3, 7.8e-3, 9.7e-3, 14.8e-3, 26e-3, 48e-3), strict=True))
+
+    def attention(rows: int, context: int) -> float:
+        return layers * 10e-6 + context * token / 80e9
+
+    assist = {64: layers * 316e-6, 128: layers * 369e-6, 256: layers * 479e-6}
+    # An iteration whose attention takes 3 or 6 ms a layer slows 5.19 ms to 5.38, 5.36, 5.41.
+    slowed = {64: (3e-3, 0.19), 128: (6e-3, 0.17), 256: (6e-3, 0.22)}
+    return profile(
+        "llama-3.1-8b", LLAMA_8B, REFERENCE,
+        REFERENCE_NOTE.format("; four times that beside prompts, as with the 70B shape"),
+        gpu_kv_tokens=35200, host_kv_tokens=196608, copy_bandwidth=50e9,
+        points=(
+            *grid("gpu_decode", ROWS, lambda b, c: 4.6e-3 + wide.get(b, 0.0) + c * token / 2.9e12),
+            *prefill(chunks, 4 * 4096 * layers, 4e14),
+            *grid(
+                "cpu_iteration", ROWS,
+                lambda m, c: max(15e9 / 100e9, m * 16e9 / 4.5e12) + attention(m, c),
+            ),
+            *grid("cpu_attention", ROWS, attention),
+            *line("assist", assist),
+            *line("assist_beside_prefill", {m: 4 * s for m, s in assist.items()}),
+            *line(
+                "assist_stolen",
+                {m: (layers * a + assist[m]) * d / (5.19 + d) for m, (a, d) in slowed.items()},
+            ),
+        ),
+    )  # fmt: skip
+
+
+def reference_70b() -> Profile:
+    token, layers = 327680, 80
+    wide = {192: 6e-3, 256: 12e-3}
+    chunks = dict(zip(CHUNKS, (38e-3, 39e-3, 42e-3, 62e-3, 118e-3, 225e-3, 430e-3), strict=True))
+    assist = {64: layers * 917e-6, 128: layers * 1.08e-3, 256: layers * 1.45e-3}
+    slowed = {64: (3e-3, 2.1), 128: (6e-3, 2.1), 256: (6e-3, 2.9)}
+    return profile(
+        "llama-3.1-70b", LLAMA_70B, REFERENCE, REFERENCE_NOTE.format(" and prompts"),
+        gpu_kv_tokens=12800, host_kv_tokens=300000, copy_bandwidth=50e9,
+        points=(
+            *grid("gpu_decode", ROWS, lambda b, c: 35.5e-3 + wide.get(b, 0.0) + c * token / 2.8e12),
+            *prefill(chunks, 4 * 8192 * layers, 4e14),
+            *grid("cpu_attention", ROWS, lambda m, c: layers * 10e-6 + c * token / 80e9),
+            *line("assist", assist),
+            *line("assist_beside_prefill", {64: 80 * 3.5e-3, 128: 80 * 3.9e-3, 256: 80 * 5.5e-3}),
+            *line(
+                "assist_stolen",
+                {m: (layers * a + assist[m]) * d / (37.0 + d) for m, (a, d) in slowed.items()},
+            ),
+        ),
+    )  # fmt: skip
+
+
+def rtx_4090_8b() -> Profile:
+    token, layers, weights = 131072, 32, 16.06e9
+    read, flops = 0.85 * 1008e9, 0.7 * 165e12
+    row_bytes = 2 * (4096 + 6144)  # in and out again, in each layer
+
+    def dense(tokens: int) -> float:
+        return max(weights / read, tokens * 16e9 / flops)
+
+    def assist(rows: int, slowed: float) -> float:
+        return slowed * dense(rows) + layers * (20e-6 + rows * row_bytes / 25e9)
+
+    def attention(rows: int, context: int) -> float:
+        return layers * 10e-6 + context * token / 120e9
+
+    return profile(
+        "llama-3.1-8b", LLAMA_8B, RTX_4090, RTX_4090_NOTE,
+        gpu_kv_tokens=35200, host_kv_tokens=491520, copy_bandwidth=25e9,
+        points=(
+            *grid("gpu_decode", ROWS, lambda b, c: 1e-3 + dense(b) + c * token / 800e9),
+            *prefill({n: 1e-3 + dense(n) for n in CHUNKS}, 4 * 4096 * layers, 80e12),
+            *grid(
+                "cpu_iteration", ROWS,
+                lambda m, c: max(15e9 / 150e9, m * 16e9 / 5e12) + attention(m, c),
+            ),
+            *grid("cpu_attention", ROWS, attention),
+            *line("assist", {m: assist(m, 2.0) for m in ROWS}),
+            *line("assist_beside_prefill", {m: assist(m, 4.0) for m in ROWS}),
+            *line("assist_stolen", {m: dense(m) for m in ROWS}),
+        ),
+    )  # fmt: skip
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, made in (
+        ("h200-llama-3.1-8b", reference_8b()),
+        ("h200-llama-3.1-70b", reference_70b()),
+        ("rtx4090-llama-3.1-8b", rtx_4090_8b()),
+    ):
+        path = FOLDER / f"{name}.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""`python -m dualpace.cli.quick_profile OPTIONS`: half a minute's profile, before a server starts.
+
+Not for people: its one argument is `EngineOptions` as JSON. A process of its own, so that nothing
+of a model or a device stays in the server's parent process.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import msgspec
+
+from dualpace.cli.errors import explained
+from dualpace.cli.logs import set_up_logging
+from dualpace.cli.profile import measure_and_store
+from dualpace.core.config import EngineOptions
+
+SECONDS = 30.0
+
+
+def main() -> None:
+    """Measure and store."""
+    set_up_logging(logging.WARNING)
+    with explained():
+        measure_and_store(msgspec.json.decode(sys.argv[1], type=EngineOptions), SECONDS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Attention to what a long prompt has on the host already, a layer at a time.
+
+A chunk of a prompt for the host sees its latest pages on the GPU (`transit`); what lies before them
+comes back from the host's pages in tiles of bounded size, a few of them ahead of the layer that
+needs them, and its part of the attention is merged with the rest by log-sum-exp. So a prompt may be
+longer than all the memory of the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualpace.core.model_spec import ModelSpec
+from dualpace.gpu.flashinfer_attention import ContextAttention, flashinfer
+from dualpace.gpu.page_copies import PageCopies
+from dualpace.gpu.step_input import Span
+
+TILE_TOKENS = 8192
+SLOTS = 3  # tiles under way or in use
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """One row's look at one tile."""
+
+    first: int  # token of the step
+    count: int
+    pages: list[int]  # of the host
+
+
+class FarContext:
+    """Planned once for a step, run once for each layer, in order."""
+
+    def __init__(
+        self, spec: ModelSpec, page_tokens: int, workspace: Tensor, copies: PageCopies
+    ) -> None:
+        self._spec = spec
+        self._page_tokens = page_tokens
+        self._workspace = workspace
+        self._copies = copies
+        self._tile_pages = TILE_TOKENS // page_tokens
+        self._attentions: list[ContextAttention] = []  # by place in the step's units
+        self._tiles: Tensor | None = None
+        self._units: list[_Unit] = []
+        self._started = 0
+        self._loaded: dict[int, torch.cuda.Event] = {}
+        self._used: dict[int, torch.cuda.Event] = {}
+
+    def plan(self, spans: Sequence[Span], host_pages: Sequence[Sequence[int]]) -> None:
+        """host_pages: for each span, the pages of what is before its first page on the GPU."""
+        self._units = [
+            _Unit(span.first, span.count, list(pages[begin : begin + self._tile_pages]))
+            for span, pages in zip(spans, host_pages, strict=True)
+            for begin in range(0, len(pages), self._tile_pages)
+        ]
+        if not self._units:
+            return
+        if self._tiles is None:  # few ever need them
+            shape = (
+                SLOTS, self._tile_pages, 2, self._spec.num_kv_heads, self._page_tokens,
+                self._spec.head_dim,
+            )  # fmt: skip
+            self._tiles = torch.empty(shape, dtype=torch.bfloat16, device=self._workspace.device)
+        while len(self._attentions) < len(self._units):
+            self._attentions.append(
+                ContextAttention(self._spec, self._page_tokens, self._workspace)
+            )
+        for unit, attention in zip(self._units, self._attentions, strict=False):
+            attention.plan(unit.count, np.arange(len(unit.pages), dtype=np.int32))
+        # The tiles may still be in use by the step before.
+        everything = torch.cuda.Event()
+        everything.record()
+        self._used = dict.fromkeys(range(SLOTS), everything)
+        self._loaded = {}
+        self._started = 0
+        self._copies.loads_follow_stores()
+        for _ in range(SLOTS):
+            self._start_next()
+
+    def run(self, layer: int, query: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merge the layer's far context into `out` [N, heads, D] and `lse` [N, heads], which hold
+        the attention to the pages on the GPU. query: [N, heads, D]."""
+        assert self._tiles is not None
+        merge = flashinfer().merge_state_in_place
+        for place, (unit, attention) in enumerate(zip(self._units, self._attentions, strict=False)):
+            number = layer * len(self._units) + place
+            slot = number % SLOTS
+            torch.cuda.current_stream().wait_event(self._loaded.pop(number))
+            part = slice(unit.first, unit.first + unit.count)
+            seen, weight = attention.run(query[part], self._tiles[slot, : len(unit.pages)])
+            merge(out[part], lse[part], seen, weight)
+            self._used[slot] = torch.cuda.Event()
+            self._used[slot].record()
+            self._start_next()
+
+    def _start_next(self) -> None:
+        """Start loading the next tile, if there is one, once its slot is free."""
+        number = self._started
+        layer, place = divmod(number, len(self._units))
+        if layer == self._spec.num_layers:
+            return
+        assert self._tiles is not None
+        slot = number % SLOTS
+        pages = self._units[place].pages
+        self._loaded[number] = self._copies.load_layer(
+            layer, pages, self._tiles[slot, : len(pages)], after=self._used[slot]
+        )
+        self._started += 1

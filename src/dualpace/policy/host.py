@@ -1,0 +1,179 @@
+"""What the host can take on: the largest CPU batch under its ITL target, and by which route.
+
+Predicts and compares, from a cost model; knows neither pages nor arrival order. Without a cost
+model there is a conservative stand-in, `unmeasured_costs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from dualpace.core.plan import Route
+from dualpace.policy.cost_model import (
+    CostModel,
+    Operation,
+    Point,
+    TableCostModel,
+    cpu_step,
+    stolen,
+)
+
+HYSTERESIS = 1.1  # another route must gain this much more before the CPU engine changes to it
+# The default ITL target: where the host gains this share of the most it could gain…
+ENOUGH = 0.95
+# …within what a reader feels: no need to hurry beyond five tokens a second, nor sense in one a
+# second or less.
+FASTEST_TARGET, SLOWEST_TARGET = 0.2, 1.0
+TYPICAL_CONTEXT = 1024  # tokens of a request, to judge a batch that is not there yet
+SAFE_BANDWIDTH = 40e9  # bytes per second
+LEAST_GAIN = 0.01  # of the GPU's own rate; a host that adds less is left alone
+
+
+class Choice(NamedTuple):
+    """The next CPU iteration: its first `rows` candidates by `route`."""
+
+    rows: int
+    route: Route
+
+
+@dataclass(frozen=True)
+class HostRules:
+    """routes: those that the CPU engine can run; cpu_itl_target: seconds an iteration may take."""
+
+    costs: CostModel
+    cpu_itl_target: float
+    routes: tuple[Route, ...] = ("local",)
+
+    def seconds(self, route: Route, rows: int, context: int, prefill_share: float) -> float:
+        """A CPU iteration by `route`."""
+        return cpu_step(self.costs, route, rows, context, prefill_share).seconds
+
+    def gain(
+        self, route: Route, rows: int, context: int, token_rate: float, prefill_share: float
+    ) -> tuple[float, float]:
+        """Tokens a second that iterations by `route` add, and seconds of one.
+
+        One that steals G seconds of a GPU which makes v (`token_rate`) tokens in a second is worth
+        M - G·v of its M tokens.
+        """
+        seconds = max(self.seconds(route, rows, context, prefill_share), 1e-9)
+        return (rows - stolen(self.costs, route, rows) * token_rate) / seconds, seconds
+
+    def fits(self, rows: int, context: int, prefill_share: float = 0.0) -> bool:
+        """True if some route keeps such a batch within the target."""
+        return any(
+            self.seconds(route, rows, context, prefill_share) <= self.cpu_itl_target
+            for route in self.routes
+        )
+
+    def choose(
+        self, contexts: Sequence[int], token_rate: float, prefill_share: float, current: Route
+    ) -> Choice:
+        """The largest batch under the target of the route that gains most.
+
+        contexts: tokens of the candidates, at least one, in the order in which they are served.
+        A lone row runs however long it takes.
+        """
+        totals = list(accumulate(contexts))
+        choices: dict[Route, tuple[float, int]] = {}
+        for route in self.routes:
+            rows = self._largest(route, totals, prefill_share)
+            gain, _ = self.gain(route, rows, totals[rows - 1], token_rate, prefill_share)
+            choices[route] = (gain, rows)
+        best = max(choices, key=lambda route: choices[route][0])
+        if current in choices and choices[best][0] <= choices[current][0] * HYSTERESIS:
+            best = current
+        return Choice(choices[best][1], best)
+
+    def _largest(self, route: Route, totals: Sequence[int], prefill_share: float) -> int:
+        """How many of the first candidates fit the target; at least one."""
+        low, high = 1, len(totals)
+        while low < high:
+            middle = (low + high + 1) // 2
+            seconds = self.seconds(route, middle, totals[middle - 1], prefill_share)
+            if seconds <= self.cpu_itl_target:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def unmeasured_costs(weight_bytes: int, token_bytes: int) -> TableCostModel:
+    """What a CPU iteration takes by a guess on the safe side, for when nothing was measured: it
+    reads all weights, and the KV of every token, at a bandwidth that any server reaches.
+
+    weight_bytes: of the model; token_bytes: KV of one token. Knows nothing of the GPU.
+    """
+    return TableCostModel(
+        Point("cpu_iteration", rows, context, seconds)
+        for rows in (1, 2)
+        for context in (0, 1 << 20)
+        for seconds in [(weight_bytes + context * token_bytes) / SAFE_BANDWIDTH]
+    )
+
+
+def runnable(costs: CostModel, routes: Sequence[Route]) -> tuple[Route, ...]:
+    """Those of `routes` that `costs` can judge."""
+    needs: dict[Route, tuple[Operation, ...]] = {
+        "local": ("cpu_iteration",),
+        "assist": ("cpu_attention", "assist", "assist_stolen"),
+        "assist2": ("cpu_attention", "assist", "assist_stolen"),
+    }
+    return tuple(route for route in routes if costs.covers(*needs[route]))
+
+
+def default_itl_target(
+    costs: CostModel, routes: Sequence[Route], max_rows: int, gpu_tokens: int | None
+) -> float:
+    """The time of the smallest batch with which the host gains nearly all that it can, seconds.
+
+    gpu_tokens: KV room of the GPU, None if it is not known yet.
+    """
+    rules = HostRules(costs, SLOWEST_TARGET, tuple(routes))
+    token_rate = gpu_token_rate(costs, gpu_tokens or 0, max_rows)
+    gains, times = [], []
+    for eighths in range(1, 9):
+        rows = max(1, max_rows * eighths // 8)
+        gain, seconds = max(
+            rules.gain(route, rows, rows * TYPICAL_CONTEXT, token_rate, 0.0)
+            for route in rules.routes
+        )
+        gains.append(gain)
+        times.append(seconds)
+    enough = next(t for t, gain in zip(times, gains, strict=True) if gain >= ENOUGH * max(gains))
+    return min(max(enough, FASTEST_TARGET), SLOWEST_TARGET)
+
+
+def gpu_token_rate(costs: CostModel, gpu_tokens: int, max_rows: int) -> float:
+    """Tokens a second that the GPU makes of full seats; 0 if that cannot be told."""
+    seats = min(gpu_tokens // TYPICAL_CONTEXT, max_rows)
+    if not seats or not costs.covers("gpu_decode"):
+        return 0.0
+    return seats / costs.gpu_decode(seats, seats * TYPICAL_CONTEXT).seconds
+
+
+def why_no_help(
+    rules: HostRules, host_tokens: int, gpu_tokens: int | None, max_rows: int
+) -> str | None:
+    """Why the host would add nothing worth having, or None if it does.
+
+    host_tokens, gpu_tokens: KV room; the latter None if it is not known yet.
+    """
+    room = min(max_rows, host_tokens // TYPICAL_CONTEXT)
+    if room < 1:
+        return f"its KV room of {host_tokens} tokens holds no request of {TYPICAL_CONTEXT}"
+    if not rules.fits(1, TYPICAL_CONTEXT):
+        seconds = min(rules.seconds(route, 1, TYPICAL_CONTEXT, 0.0) for route in rules.routes)
+        return (
+            f"a single request would take {seconds:.2f} s a token there, more than the "
+            f"{rules.cpu_itl_target:.2f} s of --cpu-itl-target"
+        )
+    gpu_rate = gpu_token_rate(rules.costs, gpu_tokens or 0, max_rows)
+    rows, route = rules.choose([TYPICAL_CONTEXT] * room, gpu_rate, 0.0, rules.routes[0])
+    gain, _ = rules.gain(route, rows, rows * TYPICAL_CONTEXT, gpu_rate, 0.0)
+    if gain < LEAST_GAIN * gpu_rate:
+        return f"it would add {max(gain, 0.0):.1f} tokens a second to the GPU's {gpu_rate:.0f}"
+    return None

@@ -1,0 +1,67 @@
+"""How far a profile's predictions are from measurements that it was not made from."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dualpace.policy.cost_model import Estimate, Operation, Point, TableCostModel
+
+# What a profile that is fit for use keeps to.
+MEDIAN_BOUND, P90_BOUND = 0.08, 0.20
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Relative errors of one operation's predictions; extrapolated: how many were marked so."""
+
+    operation: Operation
+    points: int
+    median: float
+    p90: float
+    worst: Point
+    extrapolated: int
+
+    @property
+    def good(self) -> bool:
+        return self.median <= MEDIAN_BOUND and self.p90 <= P90_BOUND
+
+
+def predict(costs: TableCostModel, point: Point) -> Estimate:
+    """What `costs` say of a measured point. Raises `ConfigError` if they do not cover it."""
+    match point.operation:
+        case "cpu_iteration":
+            return costs.cpu_iteration(point.size, point.context)
+        case "cpu_attention":
+            return costs.cpu_attention(point.size, point.context)
+        case "gpu_decode":
+            return costs.gpu_decode(point.size, point.context)
+        case "gpu_prefill":
+            return costs.gpu_prefill(point.size, point.context)
+        case "assist":
+            return costs.assist(point.size, 0.0)
+        case "assist_beside_prefill":
+            return costs.assist(point.size, 1.0)
+        case "assist_stolen":
+            return costs.assist_stolen(point.size)
+
+
+def accuracy(costs: TableCostModel, measured: Iterable[Point]) -> list[Accuracy]:
+    """One entry for each operation that was measured."""
+    errors: dict[Operation, list[tuple[float, bool, Point]]] = {}
+    for point in measured:
+        seconds, extrapolated = predict(costs, point)
+        error = abs(seconds - point.seconds) / point.seconds
+        errors.setdefault(point.operation, []).append((error, extrapolated, point))
+    return [
+        Accuracy(
+            operation,
+            len(found),
+            statistics.median(error for error, _, _ in found),
+            sorted(error for error, _, _ in found)[int(0.9 * (len(found) - 1) + 0.5)],
+            max(found, key=lambda entry: entry[0])[2],
+            sum(extrapolated for _, extrapolated, _ in found),
+        )
+        for operation, found in errors.items()
+    ]

@@ -1,0 +1,95 @@
+"""A simulated machine from a profile, and the policies as they would be set up on it.
+
+Puts profile, cost model, policy and durations together; the replay is `sim.replay`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dualpace.bench.load import LoadRequest
+from dualpace.bench.record import RequestRecord
+from dualpace.core.config import EngineOptions, PolicyName
+from dualpace.core.errors import ConfigError
+from dualpace.core.plan import Route
+from dualpace.policy.cost_model import TableCostModel
+from dualpace.policy.gated import SWAP_IN_BELOW
+from dualpace.policy.host import HostRules, default_itl_target, runnable, why_no_help
+from dualpace.policy.registry import make_policy
+from dualpace.policy.view import Policy
+from dualpace.profile.table import Profile
+from dualpace.sim.hardware import Durations
+from dualpace.sim.replay import replay
+
+ROUTES: tuple[Route, ...] = ("local", "assist", "assist2")
+MAX_ROWS = EngineOptions(model="").max_num_seqs
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a profile tells of: `policy` gives one set up for it, `replay` runs a load under it.
+
+    routes: those that its CPU engine has, as far as the profile covers them.
+    """
+
+    profile: Profile
+    routes: tuple[Route, ...] = ROUTES
+
+    @property
+    def gpu_pages(self) -> int:
+        return self.profile.gpu_kv_tokens // self.profile.fingerprint.page_tokens
+
+    @property
+    def host_pages(self) -> int:
+        return self.profile.host_kv_tokens // self.profile.fingerprint.page_tokens
+
+    def largest_request(self, policy: PolicyName) -> int:
+        """Tokens of prompt and output that some tier can hold."""
+        page_tokens = self.profile.fingerprint.page_tokens
+        if policy == "gated":  # every request must be able to come back to the GPU
+            return (round(SWAP_IN_BELOW * self.gpu_pages) - 1) * page_tokens
+        pages = self.gpu_pages if policy == "gpu-only" else max(self.gpu_pages, self.host_pages)
+        return pages * page_tokens
+
+    def host_rules(self, cpu_itl_target: float | None = None) -> HostRules:
+        """What bounds the host here; the target is the profile's own by default, seconds."""
+        costs = TableCostModel(self.profile.points)
+        routes = runnable(costs, self.routes)
+        if not routes:
+            raise ConfigError("the profile covers no way to run CPU iterations")
+        if cpu_itl_target is None:
+            cpu_itl_target = default_itl_target(costs, routes, MAX_ROWS, self.profile.gpu_kv_tokens)
+        return HostRules(costs, cpu_itl_target, routes)
+
+    def why_no_help(self, rules: HostRules) -> str | None:
+        """Why the host would add nothing, or None."""
+        profile = self.profile
+        if not self.gpu_pages:
+            return None
+        return why_no_help(rules, profile.host_kv_tokens, profile.gpu_kv_tokens, MAX_ROWS)
+
+    def policy(
+        self,
+        name: PolicyName,
+        rules: HostRules | None = None,
+        gpu_itl_target: float | None = None,
+    ) -> Policy:
+        """The policy called `name`, by `rules` (default: `host_rules()`)."""
+        if name == "gpu-only":
+            return make_policy(name, MAX_ROWS)
+        rules = rules or self.host_rules()
+        layers = self.profile.fingerprint.num_layers
+        return make_policy(name, MAX_ROWS, rules, gpu_itl_target, layers)
+
+    def replay(
+        self, load: Sequence[LoadRequest], policy: Policy, max_tokens: int
+    ) -> tuple[list[RequestRecord], Durations]:
+        """The records of `load`, and how many steps there were. max_tokens: of a step."""
+        profile = self.profile
+        durations = Durations(
+            TableCostModel(profile.points), profile.fingerprint.page_bytes, profile.copy_bandwidth
+        )
+        host_pages = self.host_pages if policy.uses_host else 0
+        hardware = durations.hardware(self.gpu_pages, host_pages, profile.fingerprint.page_tokens)
+        return replay(load, hardware, policy, MAX_ROWS, max_tokens), durations

@@ -1,0 +1,114 @@
+"""Prompts for the host in their pages on the GPU: each is stored before its place is used again,
+and whoever finds no room stays on the host."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from dualpace.core.plan import Batch, BatchRow
+from dualpace.core.sampling import DecodeParams
+from dualpace.gpu.transit import Transit
+
+PAGE_TOKENS = 4
+
+
+class Copies:
+    """Knows what pages hold, and brings it to the host as late as it may."""
+
+    def __init__(self) -> None:
+        self.on_gpu: dict[int, Any] = {}
+        self.on_host: dict[int, Any] = {}
+        self.under_way: list[tuple[int, list[int], list[int]]] = []
+        self.events = 0
+
+    def mark(self) -> int:
+        self.events += 1
+        return self.events
+
+    def store(self, gpu_pages: list[int], host_pages: list[int], after: int) -> int:
+        event = self.mark()
+        self.under_way.append((event, list(gpu_pages), list(host_pages)))
+        return event
+
+    def steps_follow(self, event: int) -> None:
+        while self.under_way and self.under_way[0][0] <= event:
+            _, gpu_pages, host_pages = self.under_way.pop(0)
+            for gpu_page, host_page in zip(gpu_pages, host_pages, strict=True):
+                self.on_host[host_page] = dict(self.on_gpu[gpu_page])
+
+
+class Prompt:
+    def __init__(self, name: str, length: int, pages: list[int]) -> None:
+        self.name = name
+        self.length = length
+        self.pages = pages
+        self.done = 0
+
+    def row(self, count: int) -> BatchRow:
+        count = min(count, self.length - self.done)
+        if self.done + count < self.length:
+            count = count // PAGE_TOKENS * PAGE_TOKENS or PAGE_TOKENS
+        count = min(count, self.length - self.done)
+        end = self.done + count
+        return BatchRow(
+            self.name,
+            [0] * count,
+            self.done,
+            self.pages,
+            "host",
+            end == self.length,
+            DecodeParams(),
+        )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_position_reaches_its_host_page(seed: int) -> None:
+    rng = random.Random(seed)
+    copies = Copies()
+    size = rng.choice([4, 9, 30])
+    transit = Transit(copies, 100, size, PAGE_TOKENS)  # type: ignore[arg-type]
+    free = list(range(1000))
+    rng.shuffle(free)
+    waiting = []
+    for i in range(12):
+        length = rng.randint(1, 90)
+        waiting.append(Prompt(f"p{i}", length, [free.pop() for _ in range(length // 4 + 1)]))
+    everyone = list(waiting)
+    running: list[Prompt] = []
+    while waiting or running:
+        while waiting and len(running) < 3:
+            running.append(waiting.pop())
+        rows = tuple(prompt.row(rng.choice([4, 12, 16])) for prompt in running)
+        placement = transit.place(Batch(1, rows))
+        for row, placed in zip(rows, placement.batch.rows, strict=True):
+            if placed.tier == "host":  # attended where it lies: what it needs must be there
+                copies.steps_follow(copies.events)
+                here = copies.on_host
+                pages, base = row.pages, 0
+            else:
+                here = copies.on_gpu
+                pages, base = placed.pages, PAGE_TOKENS * len(placement.far.get(row.request_id, ()))
+                assert all(100 <= page < 100 + size for page in pages)
+                assert base % PAGE_TOKENS == 0
+            for position in range(base, row.start):
+                page, slot = divmod(position - base, PAGE_TOKENS)
+                assert here[pages[page]][slot] == (row.request_id, position)
+            for position in range(row.start, row.end):
+                page, slot = divmod(position - base, PAGE_TOKENS)
+                if slot == 0 or pages[page] not in here:
+                    here[pages[page]] = {}
+                here[pages[page]][slot] = (row.request_id, position)
+        used = [p for placed in placement.batch.rows if placed.tier == "gpu" for p in placed.pages]
+        assert len(set(used)) == len(used)
+        transit.depart(Batch(1, rows), placement)
+        for prompt, row in zip(running, rows, strict=True):
+            prompt.done = row.end
+        running = [prompt for prompt in running if prompt.done < prompt.length]
+    copies.steps_follow(copies.events)
+    for prompt in everyone:
+        for position in range(prompt.length):
+            page, slot = divmod(position, PAGE_TOKENS)
+            assert copies.on_host[prompt.pages[page]][slot] == (prompt.name, position)

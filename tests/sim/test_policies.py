@@ -1,0 +1,122 @@
+"""Policies against each other on one simulated machine, with the product's schedulers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from dualpace.bench.load import LengthModel, LogNormal, arrive_at_once, arrive_poisson
+from dualpace.bench.metrics import summarize
+from dualpace.bench.record import RequestRecord
+from dualpace.core.messages import CPU, AnyMessage, Handoff
+from dualpace.core.plan import Route
+from dualpace.core.request import RequestState
+from dualpace.core.sampling import DecodeParams
+from dualpace.policy.cost_model import TableCostModel
+from dualpace.policy.dualpace import DualPacePolicy
+from dualpace.policy.gpu_only import GpuOnlyPolicy
+from dualpace.policy.host import HostRules
+from dualpace.policy.view import GpuDecision, GpuView, Policy
+from dualpace.profile.shipped import open_profile
+from dualpace.sim.hardware import Durations
+from dualpace.sim.replay import replay
+from dualpace.sim.world import Hardware, World
+
+CHAT = LengthModel(LogNormal(700, 900), LogNormal(180, 256), max_prompt=3000, max_output=900)
+ALL: tuple[Route, ...] = ("local", "assist", "assist2")
+
+
+class NaiveRouter(DualPacePolicy):
+    """Who finds no seat is sent to the host for good."""
+
+    def plan_gpu(self, view: GpuView) -> GpuDecision:
+        return super().plan_gpu(msgspec.structs.replace(view, host=()))
+
+
+def machine(name: str, host: bool = True) -> tuple[TableCostModel, Hardware]:
+    profile = open_profile(name)
+    costs = TableCostModel(profile.points)
+    durations = Durations(costs, profile.fingerprint.page_bytes, profile.copy_bandwidth)
+    page = profile.fingerprint.page_tokens
+    pages = profile.host_kv_tokens // page if host else 0
+    return costs, durations.hardware(profile.gpu_kv_tokens // page, pages, page)
+
+
+def slowest(records: list[RequestRecord]) -> float:
+    """p99 of the end-to-end latency, seconds."""
+    latencies = sorted(record.end_s - record.sent_s for record in records)
+    return latencies[int(0.99 * len(latencies))]
+
+
+def test_sending_requests_to_the_host_for_good_makes_a_tail_that_seats_in_order_do_not() -> None:
+    load = arrive_at_once(CHAT.generate(300, seed=3))
+    costs, hardware = machine("h200-llama-3.1-8b")
+    rules = HostRules(costs, 1.0)
+
+    def tail(policy: Policy) -> float:
+        return slowest(replay(load, hardware, policy, max_tokens=1024))
+
+    gpu_only = tail(GpuOnlyPolicy())
+    assert tail(NaiveRouter(256, rules)) > 2 * gpu_only
+    assert tail(DualPacePolicy(256, rules)) < gpu_only
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "least"),
+    [("h200-llama-3.1-8b", 300, 1.05), ("h200-llama-3.1-70b", 160, 1.4)],
+)
+def test_the_host_adds_throughput_on_the_reference_machine(
+    name: str, requests: int, least: float
+) -> None:
+    load = arrive_at_once(CHAT.generate(requests, seed=4))
+    costs, hardware = machine(name)
+    routes = ALL if costs.covers("cpu_iteration") else ALL[1:]
+    rules = HostRules(costs, 0.6, routes)
+
+    def rate(policy: Policy) -> float:
+        records = replay(load, hardware, policy, max_tokens=1024)
+        summary = summarize(records)
+        assert summary.failed == 0
+        return summary.output_tokens / max(record.end_s for record in records)
+
+    assert rate(DualPacePolicy(256, rules)) > least * rate(GpuOnlyPolicy())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_moves_a_few_times_at_most(seed: int) -> None:
+    """Demoted rows come back when there is room: never a page's worth of tokens too early."""
+    costs, hardware = machine("h200-llama-3.1-8b")
+    world = World(hardware, DualPacePolicy(256, HostRules(costs, 0.5, ALL)), 256, 1024,
+                  check_kv=False)  # fmt: skip
+    handoffs: Counter[str] = Counter()
+    send = world.network.send
+
+    def counted(sender: str, to: str, body: AnyMessage) -> None:
+        if to == CPU and isinstance(body, Handoff):
+            handoffs[body.state.id] += 1
+        send(sender, to, body)
+
+    world.network.send = counted  # type: ignore[method-assign]
+    load = arrive_poisson(CHAT.generate(250, seed), rate=20.0, seed=seed)
+    for number, asked in enumerate(load):
+        params = DecodeParams(max_tokens=asked.output_tokens)
+        state = RequestState(f"r{number}", number, 0, [0] * asked.prompt_tokens, [], params)
+        world.submit(asked.arrival_s, state)
+    world.run()
+    assert all(stream.complete for stream in world.streams.values())
+    assert handoffs
+    assert max(handoffs.values()) <= 3
+    assert sum(count > 1 for count in handoffs.values()) <= 0.1 * len(load)
+
+
+def test_a_host_that_is_hardly_used_costs_nothing() -> None:
+    """Room for one request on the host: within one percent of gpu-only."""
+    load = arrive_at_once(CHAT.generate(200, seed=5))
+    costs, hardware = machine("h200-llama-3.1-8b")
+
+    def end(policy: Policy) -> float:
+        return max(record.end_s for record in replay(load, hardware, policy, max_tokens=1024))
+
+    assert end(DualPacePolicy(1, HostRules(costs, 0.2))) < 1.01 * end(GpuOnlyPolicy())

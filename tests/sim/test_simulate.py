@@ -1,0 +1,44 @@
+"""`dualpace simulate` on the profiles that come along."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from dualpace.cli.simulate import simulate
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    app = typer.Typer()
+    app.command()(simulate)
+    result = CliRunner().invoke(app, ["rtx4090-llama-3.1-8b", "--num-requests", "120", *arguments])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_the_policies_differ_as_published() -> None:
+    """Decoupled scheduling adds most, and lets no stream stand still as gating does. Gating beats a
+    gpu-only that lets requests into its last pages, as vLLM does, but hardly ours, which does not.
+    """
+    gpu_only, gated, dualpace = (
+        report("--policy", policy) for policy in ("gpu-only", "gated", "dualpace")
+    )
+    assert all("MODELLED" in each["profile_note"] for each in (gpu_only, gated, dualpace))
+    rate = "output_tokens_per_s"
+    assert max(gpu_only[rate], gated[rate]) < dualpace[rate]
+    assert gated[rate] > 0.98 * gpu_only[rate]
+    assert dualpace["itl_s"]["max"] < 2 < gated["itl_s"]["max"]
+    assert dualpace["ttft_s"]["p99"] < gpu_only["ttft_s"]["p99"]
+
+
+def test_a_faster_host_gives_more_and_a_hopeless_one_is_left_alone() -> None:
+    plain = report()
+    assert (
+        report("--what-if", "host_bandwidth=2x")["output_tokens_per_s"]
+        > (plain["output_tokens_per_s"])
+    )
+    crawling = ("--no-assist", "--what-if", "host_bandwidth=0.05x")
+    assert report(*crawling)["tokens_by_engine"] == {"gpu": plain["output_tokens"]}
