@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from dualpace.core.messages import CPU, Cancel, Loaded, Recall
 from dualpace.scheduler.patience import LOOK_INTERVAL, Patience
-from dualpace.scheduler.rows import Phase, Row
+from dualpace.scheduler.rows import Phase, Row, by_arrival
 
 if TYPE_CHECKING:
     from dualpace.scheduler.gpu import GpuScheduler
@@ -67,11 +67,20 @@ class Watchdog:
         return len(rows) == len(self.gpu.queue) > 0 and not self.gpu.steps_under_way
 
     def _idle_states(self) -> dict[str, Hashable]:
-        """Rows that it is up to this engine to run, and of which nothing is under way."""
+        """Rows that it is up to this engine to run, and of which nothing is under way. A prompt
+        waits in line as long as the first one moves on."""
+        rows = [row for row in self.gpu.rows.values() if row.phase in LOCAL]
+        prompts = [row for row in rows if row.phase is Phase.PREFILL]
+        first = min(prompts, key=by_arrival, default=None)
+        line = None if first is None else (first.id, first.computed)
         return {
-            row.id: (row.phase, row.state.epoch, row.computed)
-            for row in self.gpu.rows.values()
-            if row.phase in LOCAL and not row.steps and not self.gpu.ledger.in_use(row.id)
+            row.id: (
+                row.phase,
+                row.state.epoch,
+                line if row.phase is Phase.PREFILL else row.computed,
+            )
+            for row in rows
+            if not row.steps and not self.gpu.ledger.in_use(row.id)
         }
 
     def _states(self, *phases: Phase) -> dict[str, Hashable]:
