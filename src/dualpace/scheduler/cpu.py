@@ -45,7 +45,8 @@ REPORTED_LENGTHS = 16  # rows whose length each HostReport names
 class HostRow:
     """A request that the CPU engine decodes. All its tokens but the last have KV.
 
-    step: the iteration that it takes part in; last_step: the last one it took part in, 0 for none.
+    step: the iteration that it takes part in; last_step: the last one that it took part in, or that
+    there had been when it came: who has waited longer than it goes first.
     """
 
     state: RequestState
@@ -125,7 +126,7 @@ class CpuScheduler(SchedulerBase):
         if grant is None:
             logger.error("handoff of %s, for which there is no grant", state.id)
             return
-        self.rows[state.id] = HostRow(state, grant.table)
+        self.rows[state.id] = HostRow(state, grant.table, last_step=self.steps)
 
     def _recall(self, recall: Recall) -> None:
         """Release the committed state at once; a row in flight is discarded when it commits."""
