@@ -13,8 +13,8 @@ class RowView(msgspec.Struct, frozen=True):
     """One request.
 
     tokens: prompt and output tokens it has; computed: leading positions whose KV is written;
-    pages: KV pages it holds in `tier`; last_step: the CPU iteration that it took part in last, 0
-    for none yet.
+    pages: KV pages it holds in `tier`; last_step: the CPU iteration that it took part in last, or
+    after which it came.
     """
 
     id: str

@@ -51,7 +51,8 @@ CLAIM_PATIENCE = 10.0  # seconds after which the GPU engine is reminded of pages
 class HostRow:
     """A request that the CPU engine decodes. All its tokens but the last have KV.
 
-    step: the iteration that it takes part in; last_step: the last one it took part in, 0 for none.
+    step: the iteration that it takes part in; last_step: the last one that it took part in, or that
+    there had been when it came: who has waited longer than it goes first.
     """
 
     state: RequestState
@@ -171,7 +172,7 @@ class CpuScheduler(SchedulerBase):
             return
         del self.grants[state.id]
         self._note_epoch(state.id, state.epoch)
-        self.rows[state.id] = HostRow(state, grant.table)
+        self.rows[state.id] = HostRow(state, grant.table, last_step=self.steps)
 
     def _recall(self, recall: Recall) -> None:
         """Release the committed state at once; a row in flight is discarded when it commits."""
