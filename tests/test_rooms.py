@@ -17,6 +17,7 @@ import pytest
         "dualpace.scheduler.cpu",
         "dualpace.policy.registry",
         "dualpace.policy.cost_model",
+        "dualpace.assist.mailbox",
         "dualpace.sim.world",
         "dualpace.sim.machine",
         "dualpace.scheduler.gated",
