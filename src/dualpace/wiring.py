@@ -1,7 +1,7 @@
-"""The one file that knows every room: it resolves options, and puts engines and server together.
+"""The one file that knows every room: it puts engines and server together.
 
-`resolve` turns what a user wrote into what the engines get; `Server` is the parent process's half
-(frontend and supervisor); `run_engine` is the whole of an engine's process.
+`Server` is the parent process's half (frontend and supervisor); `run_engine` is the whole of an
+engine's process. What the options come to is settled in `resolution`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,17 @@ from dualpace.assist.mailbox import (
     open_mailbox,
 )
 from dualpace.core.config import (
-    Device,
-    DType,
     EngineConfig,
     EngineOptions,
-    format_size,
-    parse_size,
 )
-from dualpace.core.errors import ConfigError, HardwareError
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
-from dualpace.core.plan import Executor, Route
+from dualpace.core.plan import Executor
 from dualpace.cpu._native import supported_isas
-from dualpace.cpu.memory import create_arena, host_pages, map_arena
-from dualpace.cpu.threads import allowed_cores, choose_cores
-from dualpace.gpu.device import cuda_device_count
+from dualpace.cpu.memory import create_arena, map_arena
+from dualpace.cpu.threads import allowed_cores
 from dualpace.heartbeat import Heartbeat
 from dualpace.ipc import EnginePort
-from dualpace.kv.pages import pages_for
 from dualpace.loop import EngineLoop, Scheduler
 from dualpace.models.progress import with_progress
 from dualpace.models.registry import ModelSource, resolve_tokenizer
@@ -57,8 +50,8 @@ from dualpace.models.spec import load_spec
 from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
 from dualpace.policy.view import Policy
-from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
-from dualpace.profile.settle import host_rules, lacks_profile, settle
+from dualpace.profile.settle import host_rules, lacks_profile
+from dualpace.resolution import ELEMENT_BYTES, device_of, fingerprint_of, resolve
 from dualpace.runtime import remove as remove_runtime
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
@@ -72,12 +65,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
-# Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, a quarter of a
-# second for 256 of a small one on the stand-in, which beyond that outgrow its cache.
-BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 256}
 PR_SET_PDEATHSIG = 1
-STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
 
 class EngineJob(msgspec.Struct, frozen=True):
@@ -88,116 +76,6 @@ class EngineJob(msgspec.Struct, frozen=True):
     arena_fd: int | None
     mailbox_fd: int | None
     log_level: int
-
-
-# -- options -------------------------------------------------------------------------------------
-
-
-def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[EngineConfig, ModelSpec]:
-    """Settle every "auto" and check what can be checked before anything is started.
-
-    to_measure: for a profile, so without regard to one.
-    Raises `ConfigError`, `ModelError` or `HardwareError`, each naming what to change.
-    """
-    source = resolve_source(options.model)
-    spec = load_spec(source)
-    device = _device(options)
-    dtype: DType = "bfloat16" if options.dtype == "auto" else options.dtype
-    page_bytes = spec.page_bytes(options.page_tokens, ELEMENT_BYTES[dtype])
-    max_model_len = options.max_model_len or spec.max_position_embeddings
-    if max_model_len > spec.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len {max_model_len} is more than the {spec.max_position_embeddings} "
-            f"positions that {options.model} was made for"
-        )
-    pages_per_sequence = pages_for(max_model_len, options.page_tokens)
-    weight_bytes = spec.num_parameters * ELEMENT_BYTES[dtype]
-    pages = 0
-    if make_policy(options.policy, options.max_num_seqs).uses_host:
-        asked = (
-            None
-            if options.host_kv_size == "auto"
-            else parse_size(options.host_kv_size, "host-kv-size")
-        )
-        copies = (device == "cpu") + (options.host_weights == "auto")
-        most = pages_per_sequence * options.max_num_seqs
-        pages = host_pages("host-kv-size", asked, page_bytes, copies * weight_bytes, most)
-    cores = choose_cores(options.cpu_cores)
-    gpu_pages: int | None = None
-    if options.gpu_kv_tokens is not None:
-        gpu_pages = options.gpu_kv_tokens // options.page_tokens
-    elif device == "cpu":
-        # Prompts keep the stand-in busy, and decodes in their steps would wait for them.
-        gpu_pages = 0 if pages else pages_per_sequence * STANDIN_SEQUENCES
-    if gpu_pages == 0 and pages == 0:
-        raise ConfigError(
-            "there is no room for KV: --gpu-kv-tokens and --host-kv-size are both less than a page "
-            f"({options.page_tokens} tokens, {format_size(page_bytes)})"
-        )
-    # On the stand-in a step planned ahead only makes new requests wait longer.
-    overlapped = options.async_scheduling
-    if overlapped is None:
-        overlapped = device == "cuda"
-    config = EngineConfig(
-        model=options.model,
-        load_format=options.load_format,
-        dtype=dtype,
-        device=device,
-        policy=options.policy,
-        max_model_len=max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or BATCHED_TOKENS[device],
-        steps_in_flight=2 if overlapped else 1,
-        page_tokens=options.page_tokens,
-        page_bytes=page_bytes,
-        gpu_pages=gpu_pages,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        gpu_threads=max(1, len(allowed_cores()) - len(cores)) if pages else len(cores),
-        host_pages=pages,
-        cpu_ids=cores,
-        cpu_isa=options.cpu_isa,
-        cpu_route=_route(options, device) if pages else "local",
-        host_weights=options.host_weights == "auto",
-        seed=options.seed,
-    )
-    if not to_measure:
-        config = settle(options, config, fingerprint_of(config, spec), weight_bytes)
-        pages = config.host_pages
-    level = logging.DEBUG if to_measure else logging.INFO
-    logger.log(
-        level,
-        "%s: %s, %s on %s; pages of %d tokens (%s); host KV %s = %d tokens; CPU engine on cores %s",
-        options.model, spec.architecture, dtype, device, options.page_tokens,
-        format_size(page_bytes), format_size(pages * page_bytes), pages * options.page_tokens,
-        ", ".join(map(str, cores)),
-    )  # fmt: skip
-    return config, spec
-
-
-def _route(options: EngineOptions, device: Device) -> Route:
-    """Local is the default while nobody has measured what assisted iterations cost the GPU."""
-    route = options.cpu_route
-    if route == "auto":
-        route = "local" if options.host_weights == "auto" else "assist"
-    if route != "local" and device == "cuda":
-        raise HardwareError(f"--cpu-route {route}: the GPU engine does not assist on CUDA")
-    return route
-
-
-def fingerprint_of(config: EngineConfig, spec: ModelSpec) -> Fingerprint:
-    """What a profile must have been measured on, to hold for this configuration."""
-    isa = supported_isas()[-1] if config.cpu_isa == "auto" else config.cpu_isa
-    return take_fingerprint(config, spec, isa)
-
-
-def _device(options: EngineOptions) -> Device:
-    if options.device == "cpu":
-        return "cpu"
-    if cuda_device_count() > 0:
-        return "cuda"
-    if options.device == "cuda":
-        raise HardwareError("--device cuda: no NVIDIA GPU is visible to this process")
-    return "cpu"
 
 
 # -- the parent process --------------------------------------------------------------------------
@@ -256,7 +134,7 @@ class Server:
 
 async def _profile_first(options: EngineOptions) -> None:
     """Measure this machine and model for half a minute, if that is of use and was never done."""
-    if options.profile != "auto" or _device(options) != "cuda":
+    if options.profile != "auto" or device_of(options) != "cuda":
         return
     config, spec = resolve(options, to_measure=True)
     if not lacks_profile(options, config, fingerprint_of(config, spec)):

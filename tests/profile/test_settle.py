@@ -27,7 +27,8 @@ def config(**fields: object) -> EngineConfig:
         "policy": "dualpace", "max_model_len": 4096, "max_num_seqs": 256,
         "max_num_batched_tokens": 1024, "steps_in_flight": 2, "page_tokens": 32,
         "page_bytes": 32 * 131072, "gpu_pages": 1100, "gpu_memory_utilization": 0.9,
-        "gpu_threads": 1, "host_pages": 6000, "cpu_ids": (0, 1), "cpu_isa": "auto", "seed": 0,
+        "gpu_threads": 1, "host_pages": 6000, "cpu_ids": (0, 1), "cpu_isa": "auto",
+        "cpu_route": "local", "host_weights": True, "seed": 0,
     }  # fmt: skip
     return EngineConfig(**{**defaults, **fields})  # type: ignore[arg-type]
 

@@ -267,7 +267,7 @@ def _operations(engine: str, pages: int, config: EngineConfig) -> Iterator[tuple
 
 
 def _resolve(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]:
-    from dualpace.wiring import fingerprint_of, resolve
+    from dualpace.resolution import fingerprint_of, resolve
 
     config, spec = resolve(options, to_measure=True)
     return config, fingerprint_of(config, spec)
