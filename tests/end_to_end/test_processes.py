@@ -108,7 +108,7 @@ def test_killing_the_cpu_engine_in_mid_decode_loses_nothing(tiny: Any) -> None:
             assert [len(tokens) for tokens in before] == [OUTPUT_TOKENS] * NUM_REQUESTS
             assert [tokens[:64] for tokens in before[:5]] == tiny.answers
             first = server.supervisor.pids["cpu"]
-            again = await answers(server, tiny, KillAfter(server, "cpu", 700))
+            again = await answers(server, tiny, KillAfter(server, "cpu", 300))
             assert again == before
             while server.supervisor.pids.get("cpu") in (None, first) or server.frontend.missing:
                 await asyncio.sleep(0.05)
