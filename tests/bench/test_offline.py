@@ -61,9 +61,11 @@ def bench(shape: str, *options: str) -> Any:
 
 def test_both_engines_are_measured_without_http_or_a_tokenizer(shape: str, tmp_path: Path) -> None:
     report, rows = tmp_path / "r.json", tmp_path / "r.csv"
+    # Without seats the first tokens are the one engine's and all others the other's.
     result = bench(
         shape, "--num-requests", "12", "--scale", "0.03", "--num-warmups", "3",
         "--served-model-name", "tiny", "--json", str(report), "--csv", str(rows),
+        "--gpu-kv-tokens", "0",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     last = json.loads(result.stdout.splitlines()[-1])
@@ -73,7 +75,7 @@ def test_both_engines_are_measured_without_http_or_a_tokenizer(shape: str, tmp_p
     assert last["wrong_length"] == last["unfinished"] == 0
     assert set(last["tokens_by_engine"]) == {"gpu", "cpu"}
     assert sum(last["tokens_by_engine"].values()) == last["output_tokens"]
-    assert last["load"].endswith(f"dualpace, KV room 128 + {last['host_kv_tokens']}")
+    assert last["load"].endswith(f"dualpace, KV room 0 + {last['host_kv_tokens']}")
     with rows.open() as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == 12

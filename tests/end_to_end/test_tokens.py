@@ -193,7 +193,7 @@ def test_bfloat16_prompts_of_the_real_model_leave_logits_within_one_and_a_half_p
     logits = []
     for end, token in enumerate(smollm2.chat[1:], start=1):
         chunk = BatchRow("chat", smollm2.chat[:end], 0, [0], "host", False, DecodeParams())
-        assert model.step([chunk], arena, 32) == [None]
+        assert model.step([chunk], arena, 32).tokens == [None]
         row = BatchRow("chat", [token], end, [0], "host", True, DecodeParams())
         logits.append(model.decode([row], arena, 32, return_logits=True).logits[0])
     expected = smollm2.chat_logits[1:]
