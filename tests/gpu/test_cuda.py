@@ -230,7 +230,7 @@ def test_a_penalty_counts_the_token_that_only_the_device_knows(runner: ModelRunn
 
 
 def test_out_of_memory_frees_the_step_and_the_next_one_runs(
-    wide: Any, wide_config: EngineConfig, make_ballast: Callable[[], torch.Tensor]
+    wide: Any, wide_config: EngineConfig, make_ballast: Callable[[], list[torch.Tensor]]
 ) -> None:
     from dualpace.core.errors import StepTooLargeError
 
@@ -252,10 +252,10 @@ def test_out_of_memory_frees_the_step_and_the_next_one_runs(
 
 
 @pytest.fixture
-def make_ballast() -> Callable[[], torch.Tensor]:
+def make_ballast() -> Callable[[], list[torch.Tensor]]:
     """Takes nearly all memory that is free."""
 
-    def make() -> torch.Tensor:
+    def make() -> list[torch.Tensor]:
         free, _ = torch.cuda.mem_get_info()
         parts = []
         size = free
@@ -264,7 +264,7 @@ def make_ballast() -> Callable[[], torch.Tensor]:
                 parts.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
             except torch.OutOfMemoryError:
                 size //= 2
-        return parts  # type: ignore[return-value]
+        return parts
 
     return make
 

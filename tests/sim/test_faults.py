@@ -55,6 +55,21 @@ def requests(rng: random.Random, count: int = 40) -> list[RequestState]:
     return states
 
 
+def submit_all(
+    world: World, rng: random.Random, seed: int, *, last_crash: float
+) -> list[RequestState]:
+    """Requests, with aborts for odd seeds, and a crash by `last_crash` for every other two."""
+    states = requests(rng)
+    for state in states:
+        at = rng.uniform(0, 2.0)
+        world.submit(at, state)
+        if seed % 2 and rng.random() < 0.5:
+            world.abort(at + rng.expovariate(1.0), state.id)
+    if seed % 4 >= 2:
+        world.crash_cpu(rng.uniform(0, last_crash))
+    return states
+
+
 def expected(state: RequestState) -> list[int]:
     tokens = list(state.prompt)
     for _ in range(state.params.max_tokens):
@@ -84,14 +99,7 @@ def test_messages_that_come_twice_or_much_later_change_nothing(seed: int) -> Non
         return (0.0, rng.uniform(0.0, much)) if rng.random() < often else (0.0,)
 
     world = World(hardware(rng, fate), DualPacePolicy(64), max_rows=rng.choice([2, 8, 64]))
-    states = requests(rng)
-    for state in states:
-        at = rng.uniform(0, 2.0)
-        world.submit(at, state)
-        if seed % 2 and rng.random() < 0.5:
-            world.abort(at + rng.expovariate(1.0), state.id)
-    if seed % 4 >= 2:
-        world.crash_cpu(rng.uniform(0, 4.0))
+    states = submit_all(world, rng, seed, last_crash=4.0)
     world.tick(200)
     world.run(until=200)
     check(world, states)
@@ -109,14 +117,7 @@ def test_messages_that_are_lost_cost_time_and_nothing_else(seed: int) -> None:
         return (0.0, rng.uniform(0.0, 20.0)) if rng.random() < doubled else (0.0,)
 
     world = World(hardware(rng, fate), DualPacePolicy(64), max_rows=rng.choice([2, 8, 64]))
-    states = requests(rng)
-    for state in states:
-        at = rng.uniform(0, 2.0)
-        world.submit(at, state)
-        if seed % 2 and rng.random() < 0.5:
-            world.abort(at + rng.expovariate(1.0), state.id)
-    if seed % 4 >= 2:
-        world.crash_cpu(rng.uniform(0, 30.0))
+    states = submit_all(world, rng, seed, last_crash=30.0)
     world.tick(2000)
     world.run(until=2000)
     check(world, states)

