@@ -155,7 +155,7 @@ def main() -> None:
     config, _ = resolve(options)
     shape = (given.rows, given.context, pages, given.page_tokens)
     with contextlib.closing(profile_executors(config)) as executors:
-        _, executor, _ = next(executors)
+        executor = next(executors).executor
         run(executor, decode_steps(WARM_UP, 0, *shape))
         step_s = run(executor, decode_steps(steps, WARM_UP, *shape))
         intervals = profiled(executor, decode_steps(steps, WARM_UP + steps, *shape))

@@ -101,7 +101,7 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
         host_pages=pages,
         cpu_ids=cores,
         cpu_isa=options.cpu_isa,
-        cpu_route=_route(options, device) if pages else "local",
+        cpu_routes=_routes(options, device, dtype) if pages else ("local",),
         host_weights=options.host_weights == "auto",
         seed=options.seed,
     )
@@ -119,14 +119,18 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
     return config, spec
 
 
-def _route(options: EngineOptions, device: Device) -> Route:
-    """Local is the default while nobody has measured what assisted iterations cost the GPU."""
-    route = options.cpu_route
-    if route == "auto":
-        route = "local" if options.host_weights == "auto" else "assist"
-    if route != "local" and device == "cuda":
-        raise HardwareError(f"--cpu-route {route}: the GPU engine does not assist on CUDA")
-    return route
+def _routes(options: EngineOptions, device: Device, dtype: DType) -> tuple[Route, ...]:
+    """Those that the CPU engine may choose from. On the stand-in, which shares the host's memory
+    with it, an assist has nothing to give."""
+    if device == "cuda" and dtype != "bfloat16":
+        if options.cpu_route not in ("auto", "local") or options.host_weights == "none":
+            raise HardwareError(f"a GPU does not assist in {dtype}: --cpu-route local")
+        return ("local",)
+    if options.cpu_route != "auto":
+        return (options.cpu_route,)
+    if options.host_weights == "none":
+        return ("assist", "assist2")
+    return ("local", "assist", "assist2") if device == "cuda" else ("local",)
 
 
 def fingerprint_of(config: EngineConfig, spec: ModelSpec) -> Fingerprint:

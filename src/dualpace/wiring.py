@@ -104,7 +104,7 @@ class Server:
         arena_bytes = config.host_pages * config.page_bytes
         arena_fd = create_arena(arena_bytes) if arena_bytes else None
         mailbox_fd = None
-        if config.cpu_route != "local":
+        if config.cpu_routes != ("local",):
             mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
         descriptors = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
         supervisor = _supervisor(options, config, arena_fd, mailbox_fd)
@@ -325,9 +325,7 @@ def _build_cpu(
         isa=config.cpu_isa,
         mailbox=_open_mailbox(config, spec, mailbox_fd, "cpu"),
     )
-    executor = CpuExecutor(
-        model, arena, config.page_tokens, wake, route=lambda batch: config.cpu_route
-    )
+    executor = CpuExecutor(model, arena, config.page_tokens, wake)
     policy = _policy(config, spec)
     scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     tokens = config.host_pages * config.page_tokens
@@ -348,23 +346,68 @@ def _policy(config: EngineConfig, spec: ModelSpec) -> Policy:
     return make_policy(config.policy, config.max_num_seqs, rules, config.gpu_itl_target)
 
 
-def profile_executors(config: EngineConfig) -> Generator[tuple[str, Executor, int], None]:
-    """Each engine's executor in turn, in this process, with the number of pages in its pool.
+@dataclass(frozen=True)
+class Probed:
+    """One engine's executor, to be measured, and the pages of its pool.
+
+    assisted: the CPU engine's, without weights, whose dense work this GPU's executor does.
+    """
+
+    engine: EngineName
+    executor: Executor
+    pages: int
+    assisted: Executor | None = None
+
+
+def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
+    """Each engine's executor in turn, in this process.
 
     One is closed before the next is built. Close the generator to end early.
     """
-    config = msgspec.structs.replace(config, cpu_route="local", host_weights=True)
     arena_bytes = config.host_pages * config.page_bytes
     arena_fd = create_arena(arena_bytes)
     arena = map_arena(arena_fd, arena_bytes) if arena_bytes else None
     os.close(arena_fd)
-    for name, build in ((GPU, _build_gpu), (CPU, _build_cpu)):
-        if name == GPU or arena is not None:
-            _, executor, ready = build(config, arena, lambda: None)
-            try:
-                yield name, executor, ready.kv_tokens // config.page_tokens
-            finally:
-                executor.close()
+    local = msgspec.structs.replace(config, cpu_routes=("local",))
+    assisted = config.cpu_routes != ("local",) and arena is not None
+    with contextlib.ExitStack() as stack:
+        mailbox_fd = None
+        if assisted:
+            spec = load_spec(resolve_source(config.model))
+            mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
+            stack.callback(os.close, mailbox_fd)
+        _, gpu, ready = _build_gpu(config if assisted else local, arena, _ignore, mailbox_fd)
+        stack.callback(gpu.close)
+        cpu: Executor | None = None
+        if assisted:
+            bare = msgspec.structs.replace(config, host_weights=False)
+            _, cpu, _ = _build_cpu(bare, arena, _ignore, mailbox_fd)
+            stack.callback(cpu.close)
+        yield Probed(GPU, gpu, ready.kv_tokens // config.page_tokens, cpu)
+    if arena is not None and config.host_weights:
+        with contextlib.ExitStack() as stack:
+            _, cpu, ready = _build_cpu(local, arena, _ignore)
+            stack.callback(cpu.close)
+            yield Probed(CPU, cpu, ready.kv_tokens // config.page_tokens)
+
+
+@contextlib.contextmanager
+def assisting_gpu(config: EngineConfig) -> Iterator[tuple[TorchExecutor, Mailbox]]:
+    """The GPU engine's executor in this process, and the CPU's end of the mailbox it serves."""
+    spec = load_spec(resolve_source(config.model))
+    mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, mailbox_fd)
+        executor = _gpu_executor(config, None, _ignore, mailbox_fd, bar=False)
+        stack.callback(executor.close)
+        cpu_end = _open_mailbox(config, spec, mailbox_fd, "cpu")
+        assert cpu_end is not None
+        stack.callback(cpu_end.close)
+        yield executor, cpu_end  # type: ignore[misc]  # with a mailbox it is torch's
+
+
+def _ignore() -> None:
+    pass
 
 
 def _checkpoint(

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -18,7 +19,7 @@ from dualpace.assist.mailbox import create_mailbox, mailbox_layout, open_mailbox
 from dualpace.core.config import DType, EngineConfig
 from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import CPU, FRONTEND, GPU, PeerUp, Submit, TokenEvent, Tokens
-from dualpace.core.plan import Batch, Executor, Route
+from dualpace.core.plan import Batch, Executor, Route, StepResult, Ticket
 from dualpace.core.request import RequestState
 from dualpace.cpu.executor import CpuExecutor
 from dualpace.cpu.model import CpuModel
@@ -49,6 +50,19 @@ class Run:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     engines: dict[str, list[str]] = field(default_factory=dict)
+
+
+class Rerouted:
+    """The CPU engine's executor, whose batches go by the route that `route` says."""
+
+    def __init__(self, executor: CpuExecutor, route: Callable[[Batch], Route]) -> None:
+        self._executor = executor
+        self._route = route
+        self.copy = executor.copy
+        self.close = executor.close
+
+    def launch(self, batch: Batch) -> Ticket[StepResult]:
+        return self._executor.launch(msgspec.structs.replace(batch, route=self._route(batch)))
 
 
 class Engines:
@@ -82,7 +96,7 @@ class Engines:
             host_pages=host_pages,
             cpu_ids=(0,),
             cpu_isa="auto",
-            cpu_route="local",
+            cpu_routes=("local",),
             host_weights=True,
             seed=0,
         )
@@ -98,8 +112,8 @@ class Engines:
         model = CpuModel(
             spec, iter_weights(source, spec, dtype), dtype=dtype, cores=(0,), mailbox=cpu_end
         )
-        self.cpu: Executor = CpuExecutor(
-            model, arena, PAGE_TOKENS, lambda: None, lambda batch: self.route(batch)
+        self.cpu: Executor = Rerouted(
+            CpuExecutor(model, arena, PAGE_TOKENS, lambda: None), lambda batch: self.route(batch)
         )
         weights = iter_weights(source, spec, dtype)
         self.gpu: Executor

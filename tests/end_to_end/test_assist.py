@@ -135,7 +135,7 @@ def test_iterations_that_fail_midway_change_no_token(
         for i, prompt in enumerate(tiny.prompts)
     ]
     engines = engines_of(tiny)
-    service = engines.gpu._assist
+    service = engines.gpu._runner._assist
     whole = service._mailbox
     service._mailbox = Failing(whole, 23)
     try:

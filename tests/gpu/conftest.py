@@ -72,7 +72,7 @@ def config(spec: ModelSpec) -> EngineConfig:
         host_pages=HOST_PAGES,
         cpu_ids=(0,),
         cpu_isa="auto",
-        cpu_route="local",
+        cpu_routes=("local",),
         host_weights=True,
         seed=0,
     )
@@ -171,6 +171,6 @@ def wide_config(wide: Any) -> EngineConfig:
         max_model_len=512, max_num_seqs=24, max_num_batched_tokens=2048, steps_in_flight=2,
         page_tokens=32, page_bytes=spec.page_bytes(32, 2), gpu_pages=120,
         gpu_memory_utilization=0.5, gpu_threads=1, host_pages=0, cpu_ids=(0,), cpu_isa="auto",
-        cpu_route="local", host_weights=True,
+        cpu_routes=("local",), host_weights=True,
         seed=0,
     )  # fmt: skip

@@ -193,4 +193,5 @@ def test_without_a_profile_the_host_is_taken_to_be_slow() -> None:
     assert costs.cpu_iteration(64, 64 * 1024).seconds == pytest.approx(
         0.4 + 64 * 1024 * 131072 / 4e10
     )
-    assert runnable(costs, ("local", "assist")) == ("local",)
+    assert costs.assist(64, 0.5).seconds == pytest.approx(16e9 / 3e11)
+    assert costs.cpu_attention(64, 65536).seconds == pytest.approx(65536 * 131072 / 4e10)

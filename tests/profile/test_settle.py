@@ -12,6 +12,7 @@ import pytest
 from dualpace.cli import quick_profile
 from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.errors import ConfigError
+from dualpace.core.plan import Route
 from dualpace.policy.cost_model import Point
 from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.settle import host_rules, lacks_profile, settle
@@ -28,7 +29,7 @@ def config(**fields: object) -> EngineConfig:
         "max_num_batched_tokens": 1024, "steps_in_flight": 2, "page_tokens": 32,
         "page_bytes": 32 * 131072, "gpu_pages": 1100, "gpu_memory_utilization": 0.9,
         "gpu_threads": 1, "host_pages": 6000, "cpu_ids": (0, 1), "cpu_isa": "auto",
-        "cpu_route": "local", "host_weights": True, "seed": 0,
+        "cpu_routes": ("local",), "host_weights": True, "seed": 0,
     }  # fmt: skip
     return EngineConfig(**{**defaults, **fields})  # type: ignore[arg-type]
 
@@ -109,6 +110,40 @@ def test_a_profile_of_something_else_is_refused_by_name_where_it_was_asked_for(
     with caplog.at_level(logging.INFO):
         assert settle(OPTIONS, config(), here, 16 * GIB).profile_file is None
     assert "another cpu_cores" in caplog.text
+
+
+ALL_ROUTES: tuple[Route, ...] = ("local", "assist", "assist2")
+
+
+@pytest.mark.parametrize(
+    ("measured", "allowed", "routes"),
+    [
+        (False, ALL_ROUTES, ("local",)),
+        (False, ("assist2",), ("assist2",)),
+        (True, ALL_ROUTES, ALL_ROUTES),
+        (True, ("assist", "assist2"), ("assist", "assist2")),
+    ],
+)
+def test_nobody_is_assisted_on_a_guess_who_has_not_asked_for_it(
+    fingerprint: Fingerprint,
+    measured: bool,
+    allowed: tuple[Route, ...],
+    routes: tuple[Route, ...],
+) -> None:
+    if measured:
+        assists = [
+            Point(operation, size, context, 0.05)
+            for operation in ("assist", "assist_stolen", "cpu_attention")
+            for size in (1, 256)
+            for context in (0, 100_000)
+        ]  # fmt: skip
+        made = profile(fingerprint)
+        save(msgspec.structs.replace(made, points=(*made.points, *assists)))
+    settled = settle(OPTIONS, config(cpu_routes=allowed), fingerprint, 16 * GIB)
+    assert settled.cpu_routes == routes
+    rules = host_rules(settled, 16 * GIB)
+    assert rules is not None
+    assert rules.routes == routes
 
 
 def test_only_a_gpu_that_nobody_has_measured_is_profiled_first(fingerprint: Fingerprint) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from dualpace.bench.client import ServedModel, ServerError, ask_models, replay
 from dualpace.bench.hardware import describe_machine
 from dualpace.bench.report import Circumstances
+from dualpace.cli.bench_assist import assist
 from dualpace.cli.bench_kernels import kernels
 from dualpace.cli.bench_offline import offline
 from dualpace.cli.errors import explained
@@ -25,7 +26,7 @@ from dualpace.cli.replays import LoadFlags, Measurement, PaceFlags, ReportFlags,
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 bench_app = typer.Typer(
-    help="Measure a server, the engines without one, or the CPU kernels of this machine.",
+    help="Measure a server, the engines without one, CPU kernels, or GPU Dense Assist.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -82,6 +83,7 @@ def serve(
 
 bench_app.command()(offline)
 bench_app.command()(kernels)
+bench_app.command()(assist)
 
 
 def _choose_model(base_url: str, model: str | None) -> ServedModel:

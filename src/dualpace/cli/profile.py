@@ -42,6 +42,7 @@ from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.messages import GPU
 from dualpace.core.plan import Executor, Tier
 from dualpace.policy.cost_model import OPERATIONS, PARTS, Operation, Point, TableCostModel
+from dualpace.profile.assist_probe import probe_assists
 from dualpace.profile.chart import draw_regions
 from dualpace.profile.check import accuracy
 from dualpace.profile.fingerprint import Fingerprint
@@ -189,7 +190,8 @@ class _Measured:
         """Measure every operation that this configuration has, each for its share of the time."""
         from dualpace.wiring import profile_executors
 
-        share = seconds / len(OPERATIONS)
+        assisted = config.cpu_routes != ("local",)
+        share = seconds / (len(OPERATIONS) + assisted)
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TextColumn("points"), TimeElapsedColumn(),
@@ -197,12 +199,21 @@ class _Measured:
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("loading the model", total=None)
             with contextlib.closing(profile_executors(config)) as executors:
-                for engine, executor, pages in executors:
-                    if engine == GPU:
-                        self.gpu_kv_tokens = pages * config.page_tokens
-                    for operation, room in _operations(engine, pages, config):
+                for each in executors:
+                    if each.engine == GPU:
+                        self.gpu_kv_tokens = each.pages * config.page_tokens
+                    for operation, room in _operations(each.engine, each.pages, config):
                         bar.reset(task, total=None, description=operation)
-                        for point in self._probe(operation, executor, room, share, bar, task):
+                        for point in self._probe(operation, each.executor, room, share, bar, task):
+                            self.points.append(point)
+                            bar.advance(task)
+                    if each.assisted is not None and self.held_out is None:
+                        bar.reset(task, total=None, description="assist")
+                        gpu_room = _room("gpu", each.pages, config)
+                        host_room = _room("host", config.host_pages, config)
+                        for point in probe_assists(
+                            each.executor, each.assisted, gpu_room, host_room, share
+                        ):
                             self.points.append(point)
                             bar.advance(task)
                     bar.reset(task, total=None, description="loading the model")
@@ -246,24 +257,24 @@ def _store(
 
 def _operations(engine: str, pages: int, config: EngineConfig) -> Iterator[tuple[Operation, Room]]:
     """What to measure on an engine whose pool has so many pages."""
-
-    def room(tier: Tier, pages: int) -> Room:
-        return Room(
-            tier,
-            pages,
-            config.page_tokens,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            config.max_model_len,
-        )
-
     if engine != GPU:
-        yield "cpu_iteration", room("host", pages)
+        yield "cpu_iteration", _room("host", pages, config)
     elif pages:
-        yield "gpu_decode", room("gpu", pages)
-        yield "gpu_prefill", room("gpu", pages)
+        yield "gpu_decode", _room("gpu", pages, config)
+        yield "gpu_prefill", _room("gpu", pages, config)
     else:
-        yield "gpu_prefill", room("host", config.host_pages)
+        yield "gpu_prefill", _room("host", config.host_pages, config)
+
+
+def _room(tier: Tier, pages: int, config: EngineConfig) -> Room:
+    return Room(
+        tier,
+        pages,
+        config.page_tokens,
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.max_model_len,
+    )
 
 
 def _resolve(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]:

@@ -124,7 +124,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_pages: int
     cpu_ids: tuple[int, ...]  # cores of the CPU engine's thread pool, in order of use
     cpu_isa: str
-    cpu_route: Route
+    cpu_routes: tuple[Route, ...]  # that the CPU engine chooses from
     host_weights: bool  # does the CPU engine have weights? Without them it needs the GPU engine's
     seed: int
     profile_file: str | None = None  # None: nothing was measured

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from dualpace.core.errors import EngineError
-from dualpace.core.plan import Batch, CopyJob, Route, StepResult, Ticket
+from dualpace.core.plan import Batch, CopyJob, StepResult, Ticket
 from dualpace.cpu import _native
 from dualpace.cpu.memory import ArenaPreparer
 from dualpace.cpu.model import CpuModel
@@ -22,8 +22,7 @@ class CpuExecutor:
     """Runs decode iterations in the order of launch.
 
     arena: the host KV pool as writable bytes; it must outlive the executor. page_tokens: tokens per
-    page. wake: called, from any thread, once a ticket is done. route: of each batch, who computes
-    its dense part.
+    page. wake: called, from any thread, once a ticket is done.
     """
 
     def __init__(
@@ -32,13 +31,11 @@ class CpuExecutor:
         arena: _native.Memory,
         page_tokens: int,
         wake: Callable[[], None],
-        route: Callable[[Batch], Route] = lambda batch: "local",
     ) -> None:
         self._model = model
         self._arena = arena
         self._page_tokens = page_tokens
         self._wake = wake
-        self._route = route
         self._page_bytes = model.page_bytes(page_tokens)
         self._preparer = ArenaPreparer(
             lambda offset, length: model.prepare_arena(arena, offset, length),
@@ -73,7 +70,7 @@ class CpuExecutor:
         self._preparer.use((highest + 1) * self._page_bytes)
         try:
             decoded = self._model.decode(
-                batch.rows, self._arena, self._page_tokens, route=self._route(batch)
+                batch.rows, self._arena, self._page_tokens, route=batch.route
             )
         except ValueError as error:
             raise EngineError(f"batch {batch.number}: {error}") from error

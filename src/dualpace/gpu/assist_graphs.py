@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from dualpace.assist.mailbox import SLOTS, Doorbell, Mailbox
 from dualpace.core.errors import EngineError
+from dualpace.core.model_spec import ModelSpec
 from dualpace.gpu.assist_service import SlotTensors, special_rows
 from dualpace.gpu.cuda_layers import CudaLayers, Flow, TokenInputs
-from dualpace.gpu.gate import device_alone
+from dualpace.gpu.decode_graphs import replay_seconds
+from dualpace.gpu.gate import device_alone, end_waiting_work, start_waiting_work
 from dualpace.gpu.sampler import sample
 from dualpace.gpu.stream_flags import stream_waits_for, stream_writes
 
@@ -52,10 +55,16 @@ class SlotGraphs:
         self.stream = torch.cuda.Stream(priority=HIGH_PRIORITY)
         self._capture_stream = torch.cuda.Stream(priority=HIGH_PRIORITY)
         self._pool = torch.cuda.graph_pool_handle()
-        most = mailbox.layout.max_rows
+        most, device = mailbox.layout.max_rows, layers.weights.device
+        # Graphs of one slot never run at once: they share what they read and what they leave.
+        self._nowhere = torch.full((most,), -1, dtype=torch.int32, device=device)
+        self._unknown = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self._logits = torch.empty(
+            (most, layers.spec.vocab_size), dtype=layers.weights.dtype, device=device
+        )
         sizes = [size for size in BUCKETS if size < most] + [most]
         with device_alone(f"capturing the assist graphs of slot {slot}"):
-            self._graphs = {size: self._capture(size) for size in sizes[::-1]}
+            self._graphs = {size: self._capture(size, flags=True) for size in sizes[::-1]}
 
     def launch(self, rows: int) -> tuple[_Graph, torch.cuda.Event]:
         """Start an iteration of `rows` rows; the event passes at its end."""
@@ -66,17 +75,31 @@ class SlotGraphs:
             ended.record()
         return graph, ended
 
-    def _capture(self, rows: int) -> _Graph:
+    def raise_flags(self) -> None:
+        """Let a graph whose peer has given up run to its end, on whatever lies there."""
+        for layer in range(self._layers.spec.num_layers):
+            address = self._base + self._layout.go(self._slot, layer)
+            ctypes.c_uint32.from_address(address).value = 1
+
+    def seconds_without_turns(self, rows: int, *, copies: bool) -> float:
+        """Seconds of the same work for a bucket of `rows`, when nobody is waited for.
+
+        copies: between the slot's memory and the device's. No iteration may be under way.
+        """
+        with device_alone("timing an assist's work"):
+            graph = self._capture(rows, flags=False, copies=copies).graph
+            return replay_seconds(graph)
+
+    def _capture(self, rows: int, *, flags: bool, copies: bool = True) -> _Graph:
         from dualpace.gpu.triton_kernels import draw
 
         at, layers, layout = self._at, self._layers, self._layout
-        device = layers.weights.device
-        unknown = torch.full((rows,), -1, dtype=torch.int64, device=device)
-        nowhere = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        device, lm_head = layers.weights.device, layers.weights.lm_head
         seeds = torch.from_numpy(at.seeds.view(np.int64))
+        nowhere, unknown = self._nowhere[:rows], self._unknown[:rows]
+        logits = self._logits[:rows]
 
-        def body(*, with_flags: bool) -> tuple[Tensor, Tensor]:
+        def body(*, flags: bool) -> Tensor:
             tokens, positions, temperatures, keys = (
                 area[:rows].to(device, non_blocking=True)
                 for area in (at.tokens, at.positions, at.temperatures, seeds)
@@ -84,56 +107,72 @@ class SlotGraphs:
             flow = Flow.new(layers.spec, rows, device)
             # KV is the CPU engine's: nothing is appended here.
             inputs = TokenInputs(tokens.long(), unknown, positions, nowhere, nowhere)
-            layers.enter(inputs, nothing, flow)
+            layers.enter(inputs, unknown, flow)
             for index in range(layers.spec.num_layers):
-                at.qkv[:rows].flatten(1).copy_(flow.qkv, non_blocking=True)
-                if with_flags:
+                if copies:
+                    at.qkv[:rows].flatten(1).copy_(flow.qkv, non_blocking=True)
+                if flags:
                     stream_writes(self._base + layout.done(self._slot, index), 1)
                     stream_waits_for(self._base + layout.go(self._slot, index), 1)
-                flow.attended.copy_(at.attended[:rows], non_blocking=True)
+                if copies:
+                    flow.attended.copy_(at.attended[:rows], non_blocking=True)
                 hidden = layers.leave(index, inputs, flow)
-            logits = functional.linear(hidden, layers.weights.lm_head)
-            return logits, draw(logits, temperatures, keys, positions + 1)
+            torch.mm(hidden, lm_head.t(), out=logits)
+            return draw(logits, temperatures, keys, positions + 1)
 
         self._capture_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._capture_stream):
-            body(with_flags=False)  # kernels are compiled and libraries set up outside the capture
+            body(flags=False)  # kernels are compiled and libraries set up outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            logits, sampled = body(with_flags=True)
+            sampled = body(flags=flags)
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._capture_stream)
         return _Graph(graph, logits, sampled)
 
-    def raise_flags(self) -> None:
-        """Let a graph whose peer has given up run to its end, on whatever lies there."""
-        for layer in range(self._layers.spec.num_layers):
-            address = self._base + self._layout.go(self._slot, layer)
-            ctypes.c_uint32.from_address(address).value = 1
+
+class RegisteredMailbox:
+    """The areas of a mailbox as memory that CUDA's streams reach, until it is closed."""
+
+    def __init__(self, mailbox: Mailbox, spec: ModelSpec) -> None:
+        """Raises `EngineError` where CUDA does not register it."""
+        tokens = SlotTensors.of(mailbox, spec, 0).tokens
+        base = tokens.data_ptr() - mailbox.layout.area(0, "tokens")[0]
+        with device_alone("registering the mailbox"):
+            error = int(torch.cuda.cudart().cudaHostRegister(base, mailbox.layout.device_bytes, 0))
+        if error:
+            raise EngineError(f"CUDA does not register the mailbox (error {error})")
+        self.mailbox = mailbox
+        self._undo = weakref.finalize(self, _unregister, base)
+
+    def close(self) -> None:
+        """No graph that uses it may run."""
+        self._undo()
+
+
+def _unregister(base: int) -> None:
+    with device_alone("unregistering the mailbox"):
+        torch.cuda.cudart().cudaHostUnregister(base)
 
 
 class CudaAssistService:
     """`AssistService` by `SlotGraphs`. The doorbell's thread launches, another ends iterations."""
 
-    def __init__(self, mailbox: Mailbox, layers: CudaLayers) -> None:
-        """Raises `EngineError` where CUDA does not register the mailbox."""
-        self._mailbox = mailbox
+    def __init__(
+        self, registered: RegisteredMailbox, layers: CudaLayers, slots: Sequence[SlotGraphs]
+    ) -> None:
+        """slots: of this mailbox and these layers, one for each of the mailbox's."""
+        self._registered = registered
+        self._mailbox = registered.mailbox
         self._layers = layers
-        self._at = [SlotTensors.of(mailbox, layers.spec, slot) for slot in range(SLOTS)]
-        self._base = self._at[0].tokens.data_ptr() - mailbox.layout.area(0, "tokens")[0]
-        with device_alone("registering the mailbox"):
-            error = int(
-                torch.cuda.cudart().cudaHostRegister(self._base, mailbox.layout.device_bytes, 0)
-            )
-        if error:
-            raise EngineError(f"CUDA does not register the mailbox (error {error})")
-        self._slots = [SlotGraphs(layers, mailbox, slot) for slot in range(SLOTS)]
+        self._slots = list(slots)
+        self._at = [SlotTensors.of(self._mailbox, layers.spec, slot) for slot in range(SLOTS)]
         self._enders = [
             ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"assist-{slot}")
             for slot in range(SLOTS)
         ]
-        self._doorbell = Doorbell(mailbox, self._answer)
+        self._doorbell = Doorbell(self._mailbox, self._answer)
 
     def close(self) -> None:
         """Give up what is under way, and let go of threads and mailbox."""
@@ -141,13 +180,19 @@ class CudaAssistService:
         self._mailbox.close()
         for ender in self._enders:
             ender.shutdown(wait=True)
-        with device_alone("unregistering the mailbox"):
-            torch.cuda.cudart().cudaHostUnregister(self._base)
         self._slots.clear()
         self._at.clear()
+        self._registered.close()
 
     def _answer(self, slot: int, iteration: int, rows: int, rules_bytes: int) -> None:
-        launched = self._slots[slot].launch(rows)
+        start_waiting_work()
+        try:
+            launched = self._slots[slot].launch(rows)
+        except Exception:
+            end_waiting_work()
+            logger.exception("assisted iteration %d was not launched", iteration)
+            self._mailbox.fail(slot)
+            return
         self._enders[slot].submit(self._end, slot, iteration, rows, rules_bytes, *launched)
 
     def _end(
@@ -159,24 +204,28 @@ class CudaAssistService:
         graph: _Graph,
         ended: torch.cuda.Event,
     ) -> None:
-        last = self._layers.spec.num_layers - 1
-        outcome = self._mailbox.wait_go(slot, last)
-        if outcome != "ready":
-            logger.warning("assisted iteration %d given up: %s", iteration, outcome)
-            self._slots[slot].raise_flags()
-            ended.synchronize()
-            self._mailbox.fail(slot)
-            return
+        outcome = self._mailbox.wait_go(slot, self._layers.spec.num_layers - 1)
         try:
+            if outcome != "ready":
+                self._slots[slot].raise_flags()
             ended.synchronize()
-            with torch.inference_mode(), torch.cuda.stream(self._slots[slot].stream):
-                self._draw(slot, rows, rules_bytes, graph)
+            if outcome == "ready":
+                with torch.inference_mode(), torch.cuda.stream(self._slots[slot].stream):
+                    self._draw(slot, rows, rules_bytes, graph)
         except Exception:
             logger.exception("assisted iteration %d failed", iteration)
+            outcome = "cancelled"
+        end_waiting_work()
+        if outcome != "ready":
+            logger.warning("assisted iteration %d given up: %s", iteration, outcome)
             self._mailbox.fail(slot)
             return
-        self._mailbox.post_done(slot, last + 1)
+        self._mailbox.post_done(slot, self._layers.spec.num_layers)
         self._mailbox.finish(slot)
+
+    def seconds_without_turns(self, rows: int, *, copies: bool) -> float:
+        """As that of `SlotGraphs`, on the first slot."""
+        return self._slots[0].seconds_without_turns(rows, copies=copies)
 
     def _draw(self, slot: int, rows: int, rules_bytes: int, graph: _Graph) -> None:
         """Tokens and logprobs to the mailbox; rows with special rules are drawn again."""

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from rich.progress import track
 from torch import Tensor
-from torch.nn import functional
 
 from dualpace.gpu.cuda_layers import Flow, TokenInputs
 from dualpace.gpu.draw import draw_arrays
@@ -37,7 +36,6 @@ class _Graph:
     attention: DecodeAttention
     inputs: Tensor  # uint8, arrays of `_arrays` behind each other
     logits: Tensor  # [rows, V]
-    seconds: float  # of a replay
 
 
 class DecodeGraphs:
@@ -54,6 +52,10 @@ class DecodeGraphs:
         self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, _Graph] = {}
+        weights = model.layers.weights
+        self._logits = torch.empty(
+            (max_rows, len(weights.lm_head)), dtype=weights.dtype, device=weights.device
+        )
         with device_alone("capturing the decode graphs"):
             # The largest first: the smaller ones find their memory in the pool.
             for rows in track(self._buckets[::-1], description="Capturing decode graphs"):
@@ -117,8 +119,9 @@ class DecodeGraphs:
         inputs[: len(packed)].copy_(packed)
         at = views(inputs, arrays)
         tokens = TokenInputs(**{name: at[name] for name in TokenInputs.__dataclass_fields__})
+        logits = self._logits[:rows]
 
-        def body() -> Tensor:
+        def body() -> None:
             from dualpace.gpu.triton_kernels import draw
 
             flow = Flow.new(layers.spec, rows, weights.device)
@@ -126,21 +129,17 @@ class DecodeGraphs:
             for index in range(layers.spec.num_layers):
                 attention.run(flow.query, layers.pool[:, index], flow.attended)
                 hidden = layers.leave(index, tokens, flow)
-            logits = functional.linear(hidden, weights.lm_head)
+            torch.mm(hidden, weights.lm_head.t(), out=logits)
             drawn = draw(logits, at["temperatures"], at["seeds"], at["positions"] + 1)
             self._sampled[:rows] = drawn
-            return logits
 
         attention.plan(tables, at["indices"])
-        return min(
-            (self._capture_with(library, body, attention, inputs) for library in BLAS_LIBRARIES),
-            key=lambda graph: graph.seconds,
-        )
+        timed = [self._timed(library, body) for library in BLAS_LIBRARIES]
+        graph, _ = min(timed, key=lambda each: each[1])
+        return _Graph(graph, attention, inputs, logits)
 
-    def _capture_with(
-        self, library: str, body: Callable[[], Tensor], attention: DecodeAttention, inputs: Tensor
-    ) -> _Graph:
-        """Captured with that library's matrix products, and timed."""
+    def _timed(self, library: str, body: Callable[[], None]) -> tuple[torch.cuda.CUDAGraph, float]:
+        """Captured with that library's matrix products, and the seconds of a replay."""
         chosen = torch.backends.cuda.preferred_blas_library()
         torch.backends.cuda.preferred_blas_library(library)
         try:
@@ -150,16 +149,16 @@ class DecodeGraphs:
                 torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                logits = body()
+                body()
                 graph.capture_end()
-                seconds = _replay_seconds(graph)
+                seconds = replay_seconds(graph)
             torch.cuda.current_stream().wait_stream(self._stream)
         finally:
             torch.backends.cuda.preferred_blas_library(chosen)
-        return _Graph(graph, attention, inputs, logits, seconds)
+        return graph, seconds
 
 
-def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
     """The shortest of a few replays, one of which is a warm-up."""
     times: list[float] = []
     for _ in range(4):

@@ -24,7 +24,6 @@ from dualpace.core.errors import (
 )
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob, StepResult
-from dualpace.gpu.assist_service import AssistService
 from dualpace.gpu.gate import release_cache, synchronize
 from dualpace.gpu.runner import LaunchedStep, ModelRunner
 from dualpace.models.tensors import Weight
@@ -69,13 +68,9 @@ class TorchExecutor:
             else:
                 self._worker.submit(lambda: torch.cuda.set_stream(torch.cuda.Stream())).result()
             self._runner: ModelRunner | None = self._worker.submit(
-                _without_gradients, partial(ModelRunner, config, spec, weights, arena, wake)
+                _without_gradients,
+                partial(ModelRunner, config, spec, weights, arena, wake, mailbox),
             ).result()
-            self._assist: AssistService | None = None
-            if mailbox is not None:
-                self._assist = self._worker.submit(
-                    _without_gradients, partial(self._runner.assist, mailbox)
-                ).result()
         except StepTooLargeError as error:
             self._shut_down()
             raise HardwareError(f"the model does not fit the GPU: {error}") from error
@@ -108,10 +103,18 @@ class TorchExecutor:
         started = self._worker.submit(_without_gradients, partial(self._open_runner().copy, job))
         return self._ticket(self._copy_awaiter.submit(_await_copy, started))
 
+    def assist_seconds(self, rows: int, copies: bool) -> float:
+        """Seconds of the dense work of an assisted iteration when nobody is waited for.
+
+        copies: between the mailbox and the device. On CUDA only, between iterations.
+        """
+        runner = self._open_runner()
+        return self._worker.submit(
+            _without_gradients, partial(runner.assist_seconds, rows, copies)
+        ).result()
+
     def close(self) -> None:
         """Finish what was launched, then let go of threads, weights, pools and the arena."""
-        if self._assist is not None:
-            self._assist.close()
         self._shut_down()
         if self._runner is not None:
             self._runner.close()

@@ -2,7 +2,8 @@
 
 Synchronising the device, capturing graphs, allocating pools, emptying the allocator's cache and
 registering memory wait for, or disturb, every stream of the process. They happen one at a time and
-only in here, so that whoever must not be disturbed has one place to say so.
+only in here. Work whose end depends on another process, which they would wait for with the driver
+locked, enters by `start_waiting_work` and keeps them out meanwhile.
 """
 
 from __future__ import annotations
@@ -18,15 +19,48 @@ import torch
 logger = logging.getLogger(__name__)
 
 _alone = threading.RLock()
+_changed = threading.Condition()
+_waiting_work = 0  # pieces of work that wait for another process
+_wanted = 0  # who holds the device or wants to
 
 
 @contextmanager
 def device_alone(purpose: str) -> Iterator[None]:
-    """Hold the device for `purpose`."""
+    """Hold the device for `purpose`, once no work on it waits for another process."""
+    global _wanted
     started = time.monotonic()
-    with _alone:
-        yield
+    with _changed:
+        _wanted += 1
+    try:
+        with _alone:
+            with _changed:
+                _changed.wait_for(lambda: not _waiting_work)
+            yield
+    finally:
+        with _changed:
+            _wanted -= 1
+            _changed.notify_all()
     logger.debug("%s: %.3f s", purpose, time.monotonic() - started)
+
+
+def start_waiting_work() -> None:
+    """Before work is launched that waits for another process; blocks while the device is held.
+
+    Where there is such work already this is more of the same, which may be needed for its end, and
+    is let in at once. Not to be called while holding the device.
+    """
+    global _waiting_work
+    with _changed:
+        _changed.wait_for(lambda: _waiting_work or not _wanted)
+        _waiting_work += 1
+
+
+def end_waiting_work() -> None:
+    """After it has ended, once for each start."""
+    global _waiting_work
+    with _changed:
+        _waiting_work -= 1
+        _changed.notify_all()
 
 
 def synchronize() -> None:

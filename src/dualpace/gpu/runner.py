@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from dualpace.assist.mailbox import Mailbox
+from dualpace.assist.mailbox import SLOTS, Mailbox
 from dualpace.core.config import EngineConfig
-from dualpace.core.errors import HardwareError
+from dualpace.core.errors import EngineError, HardwareError
 from dualpace.core.logprobs import unpack_logprobs
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob, StepResult
-from dualpace.gpu.assist_graphs import CudaAssistService
+from dualpace.gpu.assist_graphs import CudaAssistService, RegisteredMailbox, SlotGraphs
 from dualpace.gpu.assist_service import AssistService, TorchAssistService
 from dualpace.gpu.decode_graphs import DecodeGraphs
 from dualpace.gpu.draw import PackedLogprobs, draw_plain, draw_special, previous_tokens
@@ -81,6 +82,7 @@ class ModelRunner:
         weights: Iterable[tuple[str, Weight]],
         arena: Any | None,
         wake: Callable[[], None],
+        mailbox: Mailbox | None = None,
     ) -> None:
         """Parameters are those of `TorchExecutor`."""
         self._spec = spec
@@ -102,6 +104,15 @@ class ModelRunner:
         self._sampled = torch.zeros(rows, dtype=torch.int64, device=self._device)
         self._rows: dict[str, int] = {}
         self._graphs: DecodeGraphs | None = None
+        self._assist: AssistService | None = None
+        self._mailbox: RegisteredMailbox | None = None
+        if mailbox is not None and self._device.type == "cuda":
+            if not self._fast:
+                raise HardwareError(
+                    f"a GPU does not assist the CPU engine in {config.dtype} with head size "
+                    f"{spec.head_dim}: --cpu-route local"
+                )
+            self._mailbox = RegisteredMailbox(mailbox, spec)
         host_pages = config.host_pages if arena is not None else 0
         if host_pages:
             self._host = arena_pool(arena, spec, host_pages, config.page_tokens, self._dtype)
@@ -127,7 +138,17 @@ class ModelRunner:
                 config, self._device, lambda: self.launch(trial).result(), self._capture
             )
         self._use_pools()
-        self._graphs = self._capture()
+        captured = self._capture()
+        if captured is not None:
+            self._graphs = captured.decode
+        if self._mailbox is not None and isinstance(self._model, FlashInferModel):
+            assert captured is not None
+            # A kernel that is loaded later might wait for an assisted iteration to end.
+            few = msgspec.structs.replace(config, max_num_seqs=2, max_num_batched_tokens=64)
+            self.launch(largest_batch(few)).result()
+            self._assist = CudaAssistService(self._mailbox, self._model.layers, captured.assist)
+        elif mailbox is not None:
+            self._assist = TorchAssistService(mailbox, self._weights, spec, config.gpu_threads)
         logger.info("KV pools: %d GPU pages, %d host pages", self.gpu_pages, host_pages)
 
     @property
@@ -170,19 +191,18 @@ class ModelRunner:
             return self._copies.load(job.source, job.target)
         return self._copies.store(job.source, job.target)
 
-    def assist(self, mailbox: Mailbox) -> AssistService:
-        """Serve the CPU engine's iterations with these weights, beside the steps.
-
-        Raises `HardwareError` for a GPU that computes in plain torch.
-        """
-        if isinstance(self._model, FlashInferModel):
-            return CudaAssistService(mailbox, self._model.layers)
-        if self._device.type == "cuda":
-            raise HardwareError("a GPU assists the CPU engine in bfloat16 only: --cpu-route local")
-        return TorchAssistService(mailbox, self._weights, self._spec, self._config.gpu_threads)
+    def assist_seconds(self, rows: int, copies: bool) -> float:
+        """As the executor's method."""
+        if not isinstance(self._assist, CudaAssistService):
+            raise EngineError("only a GPU that assists can be asked what it takes")
+        return self._assist.seconds_without_turns(rows, copies=copies)
 
     def close(self) -> None:
-        """Let go of the arena. Nothing may be under way."""
+        """Let go of the mailbox and the arena. Nothing may be under way but assisted iterations,
+        which are given up."""
+        if self._assist is not None:
+            self._assist.close()
+            self._assist = None
         if self._registration is not None:
             self._registration.close()
 
@@ -219,15 +239,24 @@ class ModelRunner:
         else:
             self._model = TorchModel(self._weights, self._spec, self._pools)
 
-    def _capture(self) -> DecodeGraphs | None:
+    def _capture(self) -> _Captured | None:
         if not isinstance(self._model, FlashInferModel):
             return None
-        self._model.graphs = LayerGraphs(
-            self._model.layers, self._sampled, self._config.max_num_batched_tokens
-        )
-        return DecodeGraphs(
+        layers = self._model.layers
+        self._model.graphs = LayerGraphs(layers, self._sampled, self._config.max_num_batched_tokens)
+        decode = DecodeGraphs(
             self._model, self._sampled, self._config.max_num_seqs, scratch_page=self.gpu_pages
         )
+        assist: list[SlotGraphs] = []
+        if self._mailbox is not None:
+            assist = [SlotGraphs(layers, self._mailbox.mailbox, slot) for slot in range(SLOTS)]
+        return _Captured(decode, assist)
+
+
+@dataclass(frozen=True)
+class _Captured:
+    decode: DecodeGraphs
+    assist: list[SlotGraphs]
 
 
 def _copy_to_host(values: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ ENOUGH = 0.95
 # second or less.
 FASTEST_TARGET, SLOWEST_TARGET = 0.2, 1.0
 TYPICAL_CONTEXT = 1024  # tokens of a request, to judge a batch that is not there yet
-SAFE_BANDWIDTH = 40e9  # bytes per second
+SAFE_BANDWIDTH = 40e9  # bytes per second, of a host's memory
+SAFE_GPU_BANDWIDTH = 300e9  # of a GPU's
 LEAST_GAIN = 0.01  # of the GPU's own rate; a host that adds less is left alone
 
 
@@ -102,17 +103,22 @@ class HostRules:
 
 
 def unmeasured_costs(weight_bytes: int, token_bytes: int) -> TableCostModel:
-    """What a CPU iteration takes by a guess on the safe side, for when nothing was measured: it
-    reads all weights, and the KV of every token, at a bandwidth that any server reaches.
+    """What a CPU iteration takes by a guess on the safe side, for when nothing was measured: all
+    weights are read, and the KV of every token, at bandwidths that any server reaches.
 
-    weight_bytes: of the model; token_bytes: KV of one token. Knows nothing of the GPU.
+    weight_bytes: of the model; token_bytes: KV of one token. Knows nothing of the GPU's own steps.
     """
-    return TableCostModel(
-        Point("cpu_iteration", rows, context, seconds)
-        for rows in (1, 2)
-        for context in (0, 1 << 20)
-        for seconds in [(weight_bytes + context * token_bytes) / SAFE_BANDWIDTH]
-    )
+    points = []
+    for rows in (1, 2):
+        dense = weight_bytes / SAFE_GPU_BANDWIDTH
+        points += [Point("assist", rows, 0, dense), Point("assist_stolen", rows, 0, dense)]
+        for context in (0, 1 << 20):
+            attention, local = context * token_bytes, weight_bytes + context * token_bytes
+            points += [
+                Point("cpu_attention", rows, context, attention / SAFE_BANDWIDTH),
+                Point("cpu_iteration", rows, context, local / SAFE_BANDWIDTH),
+            ]
+    return TableCostModel(points)
 
 
 def runnable(costs: CostModel, routes: Sequence[Route]) -> tuple[Route, ...]:

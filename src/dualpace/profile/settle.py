@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,6 @@ from dualpace.profile.fingerprint import Fingerprint, require_same
 from dualpace.profile.table import Profile, find, load, path_of
 
 logger = logging.getLogger(__name__)
-ROUTES: tuple[Route, ...] = ("local",)  # that the engines can run
 
 
 def settle(
@@ -38,7 +38,7 @@ def settle(
     """
     if config.policy != "dualpace" or not config.host_pages:
         return config
-    profile, file = _profile(options.profile, fingerprint)
+    profile, file = _profile(options.profile, fingerprint, config.cpu_routes)
     gpu_tokens = None if profile is None else profile.gpu_kv_tokens
     if config.gpu_pages is not None:
         gpu_tokens = config.gpu_pages * config.page_tokens
@@ -47,6 +47,7 @@ def settle(
     config = msgspec.structs.replace(
         config,
         profile_file=None if file is None else str(file),
+        cpu_routes=rules.routes,
         cpu_itl_target=target,
         gpu_itl_target=options.gpu_itl_target,
     )
@@ -60,20 +61,24 @@ def settle(
     if reason is None or gpu_tokens == 0:
         return config
     logger.warning("the host cannot help: %s. Serving with --policy gpu-only", reason)
-    return msgspec.structs.replace(config, policy="gpu-only", host_pages=0)
+    return msgspec.structs.replace(config, policy="gpu-only", host_pages=0, cpu_routes=("local",))
 
 
 def lacks_profile(options: EngineOptions, config: EngineConfig, fingerprint: Fingerprint) -> bool:
     """True if a server with these options should be profiled first. On the stand-in it need not:
     its host is all there is, whatever it can do."""
     helped = config.policy == "dualpace" and config.host_pages > 0 and config.device == "cuda"
-    return helped and options.profile == "auto" and _profile("auto", fingerprint)[0] is None
+    return (
+        helped
+        and options.profile == "auto"
+        and (_profile("auto", fingerprint, config.cpu_routes)[0] is None)
+    )
 
 
 def host_rules(config: EngineConfig, weight_bytes: int) -> HostRules | None:
     """What `settle` has settled, for an engine's policy; None where rows alone bound the host."""
     profile = None if config.profile_file is None else load(Path(config.profile_file))
-    if profile is None and config.cpu_itl_target is None:
+    if profile is None and config.cpu_itl_target is None and config.cpu_routes == ("local",):
         return None
     return _rules(config, profile, weight_bytes, config.cpu_itl_target or math.inf)
 
@@ -85,14 +90,21 @@ def _rules(
     target: float | None,
     gpu_tokens: int | None = None,
 ) -> HostRules:
-    """`target` None: the default, which on the stand-in is no bound: its host is all there is."""
+    """`target` None: the default, which on the stand-in is no bound: its host is all there is.
+    Nobody is assisted on a guess who has not asked for it."""
+    routes = config.cpu_routes
     if profile is not None:
         costs = TableCostModel(profile.points)
+        routes = runnable(costs, routes)
     else:
         costs = unmeasured_costs(weight_bytes, config.page_bytes // config.page_tokens)
-    routes = runnable(costs, ROUTES)
+        if "local" in routes:
+            routes = ("local",)
     if not routes:
-        raise ConfigError("the profile has no CPU iterations; `dualpace profile run` measures them")
+        raise ConfigError(
+            f"the profile has no CPU iterations by {' or '.join(config.cpu_routes)}; "
+            "`dualpace profile run` measures them"
+        )
     if target is None and config.device != "cuda":
         target = math.inf
     if target is None:
@@ -100,7 +112,9 @@ def _rules(
     return HostRules(costs, target, routes)
 
 
-def _profile(asked: str, here: Fingerprint) -> tuple[Profile | None, Path | None]:
+def _profile(
+    asked: str, here: Fingerprint, routes: Sequence[Route]
+) -> tuple[Profile | None, Path | None]:
     """The profile to use and its file, or neither."""
     if asked == "none":
         return None, None
@@ -113,7 +127,7 @@ def _profile(asked: str, here: Fingerprint) -> tuple[Profile | None, Path | None
     except ConfigError as error:
         logger.info("no profile: %s", error)
         return None, None
-    if not runnable(TableCostModel(profile.points), ROUTES):
-        logger.info("the stored profile has no CPU iterations: it is not used")
+    if not runnable(TableCostModel(profile.points), routes):
+        logger.info("the stored profile has no CPU iterations by these routes: it is not used")
         return None, None
     return profile, path_of(here)

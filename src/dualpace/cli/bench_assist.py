@@ -1,0 +1,143 @@
+"""`dualpace bench assist`: what the GPU's part of assisted CPU iterations takes, and takes away.
+
+Chooses and shows; the work is done by `profile.assist_bench`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dualpace.bench.hardware import describe_machine
+from dualpace.cli.errors import explained
+from dualpace.cli.logs import set_up_logging
+from dualpace.cli.options import (
+    GpuKvTokens,
+    JsonFile,
+    LoadFormat,
+    MaxModelLen,
+    Model,
+    require_folders,
+)
+from dualpace.core.config import EngineOptions
+from dualpace.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dualpace.profile.assist_bench import AssistReport
+
+WIDTH = 120  # of the tables, where there is no terminal to fit
+
+
+def assist(
+    model: Model,
+    rows: Annotated[
+        list[int], typer.Option(min=1, max=256, help="Rows of a micro-batch; may be repeated.")
+    ] = [64, 128],  # noqa: B006  # typer copies it
+    attention_ms: Annotated[
+        list[float], typer.Option(min=0.0, help="Of the CPU for a layer; may be repeated.")
+    ] = [3.0, 6.0],  # noqa: B006
+    decode_rows: Annotated[int, typer.Option(min=1, help="Of the GPU's steps beside.")] = 32,
+    decode_context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 1000,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of prompts in steps beside.")] = 1024,
+    gpu_kv_tokens: GpuKvTokens = 35_200,
+    max_model_len: MaxModelLen = 4096,
+    load_format: LoadFormat = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Measure, on a GPU, an assist's turns layer by layer, alone and beside decodes and prompts.
+
+    Prints tables, and a JSON line last.
+    """
+    set_up_logging(logging.WARNING)
+    console = Console(stderr=True)
+    with explained(code=2):
+        require_folders(json_file)
+        options = EngineOptions(
+            model=model,
+            gpu_kv_tokens=gpu_kv_tokens,
+            max_model_len=max_model_len,
+            load_format=load_format,  # type: ignore[arg-type]  # checked by EngineOptions
+            max_num_batched_tokens=max(chunk, 64),
+            cpu_route="assist2",
+            host_weights="none",
+            host_kv_size="1GiB",
+            profile="none",
+        )
+        report = _measure(
+            options, console, rows, [each / 1e3 for each in attention_ms],
+            (decode_rows, decode_context), chunk,
+        )  # fmt: skip
+    line = json.dumps({"hardware": describe_machine(), **msgspec.to_builtins(report)})
+    if json_file:
+        json_file.write_text(line + "\n", encoding="utf-8")
+    _show(report)
+    typer.echo(line)
+
+
+def _measure(
+    options: EngineOptions,
+    console: Console,
+    rows: list[int],
+    attention: list[float],
+    decodes: tuple[int, int],
+    chunk: int,
+) -> AssistReport:
+    from dualpace.profile.assist_bench import measure
+    from dualpace.profile.probes import Room, make_batch
+    from dualpace.resolution import resolve
+    from dualpace.wiring import assisting_gpu
+
+    config, _ = resolve(options)
+    if config.device != "cuda":
+        raise ConfigError("bench assist measures a GPU, and there is none here")
+    config = msgspec.structs.replace(config, host_pages=0)
+    room = Room(
+        "gpu", config.gpu_pages or 0, config.page_tokens, config.max_num_seqs,
+        config.max_num_batched_tokens, config.max_model_len,
+    )  # fmt: skip
+    count, context = decodes
+    beside = {
+        "decodes": make_batch("gpu_decode", count, count * context, room),
+        "prompts": make_batch("gpu_prefill", chunk, 0, room),
+    }
+    if missing := [name for name, batch in beside.items() if batch is None]:
+        raise ConfigError(f"--gpu-kv-tokens has no room for the {' and '.join(missing)} beside")
+    with console.status("loading the model") as status, assisting_gpu(config) as (gpu, mailbox):
+        return measure(
+            mailbox, gpu, gpu.assist_seconds, beside,  # type: ignore[arg-type]  # no None is left
+            options.model, rows=rows, attention=attention, on_step=status.update,
+        )  # fmt: skip
+
+
+def _show(report: AssistReport) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    table = Table(title=f"{report.model}: dense work of a layer, µs", title_justify="left")
+    for column in ("rows", "work", "copies", "a turn's excess"):
+        table.add_column(column, justify="right")
+    for work in report.work:
+        cells = (work.layer, work.copies, work.over)
+        table.add_row(str(work.rows), *(f"{each * 1e6:.0f}" for each in cells))
+    console.print(table)
+    quiet = ", ".join(f"{name} {each * 1e3:.2f} ms" for name, each in report.quiet.items())
+    table = Table(title=f"turns; the GPU's own steps alone: {quiet}", title_justify="left")
+    for column in ("rows", "attention ms", "beside", "launch ms", "turn µs", "p90", "last ms",
+                   "iteration ms", "step ms", "slower by"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for each in report.turns:
+        step, slowdown = each.step, each.slowdown
+        table.add_row(
+            f"{each.slots} × {each.rows}", f"{each.attention * 1e3:g}", each.beside,
+            f"{each.launch * 1e3:.2f}", f"{each.turn * 1e6:.0f}", f"{each.turn_p90 * 1e6:.0f}",
+            f"{each.last * 1e3:.2f}", f"{each.iteration * 1e3:.1f}",
+            "" if step is None else f"{step * 1e3:.2f}",
+            "" if slowdown is None else f"{slowdown:.1%}",
+        )  # fmt: skip
+    console.print(table)
