@@ -10,7 +10,10 @@ namespace dualpace {
 namespace {
 
 constexpr int64_t kUnitCost = 32;    // what a unit costs beyond its tokens, in tokens
-constexpr int kPartsPerThread = 8;   // so that a slow thread holds the others up by little
+// Parts of the work shrink with what is left of it, so that a slow thread holds the others up by
+// little at the end: cores differ by several times from one moment to the next.
+constexpr int kFirstParts = 2;       // per thread, were all as large as the first
+constexpr int kLastParts = 64;       // were all as small as the last
 constexpr int64_t kMinSplit = 128;   // shorter pieces cost more than they balance
 constexpr size_t kLine = 16;         // floats in a cache line
 
@@ -50,7 +53,6 @@ size_t CacheShape::offset(int layer, int which, int kv_head) const {
 
 void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int page_tokens,
                           int threads) {
-  const int parts = threads == 1 ? 1 : threads * kPartsPerThread;
   heads_ = heads;
   tasks_.clear();
   merges_.clear();
@@ -63,12 +65,16 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
     left += (position + 1 + kUnitCost) * heads.num_kv_heads;
   }
   const int64_t min_split = std::max<int64_t>(kMinSplit, page_tokens);
-  int64_t room = (left + parts - 1) / parts;  // of the part that is being filled
+  const int64_t least = std::max(min_split + kUnitCost, left / (threads * kLastParts));
+  int64_t room = 0;  // of the part that is being filled
+  const auto start_part = [&] {
+    room = threads == 1 ? left : std::max(least, left / (threads * kFirstParts));
+  };
   const auto next_part = [&] {
     bounds_.push_back(tasks_.size());
-    const int64_t remaining = parts - static_cast<int64_t>(bounds_.size()) + 1;
-    room = remaining > 0 ? (left + remaining - 1) / remaining : 0;
+    start_part();
   };
+  start_part();
 
   for (int row = 0; row < num_rows; ++row) {
     const int64_t length = rows.positions[static_cast<size_t>(row)] + 1;
@@ -76,9 +82,8 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
       const int first_piece = num_pieces_;
       bool cut = false;
       for (int64_t begin = 0; begin < length;) {
-        const bool last_part = static_cast<int>(bounds_.size()) == parts;
         int64_t end = length;
-        if (!last_part && length - begin + kUnitCost > room) {
+        if (length - begin + kUnitCost > room) {
           const int64_t fits = std::max<int64_t>(room - kUnitCost, 0) / page_tokens * page_tokens;
           if (fits >= min_split && length - begin - fits >= min_split) {
             end = begin + fits;
@@ -93,12 +98,12 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
         left -= begin == 0 ? cost : cost - kUnitCost;
         room -= cost;
         begin = end;
-        if (!last_part && room <= 0) next_part();
+        if (room <= 0 && left > 0) next_part();
       }
       if (cut) merges_.push_back({row, head, first_piece, num_pieces_ - first_piece});
     }
   }
-  while (static_cast<int>(bounds_.size()) <= parts) bounds_.push_back(tasks_.size());
+  if (!tasks_.empty()) bounds_.push_back(tasks_.size());
 
   const size_t group = static_cast<size_t>(heads.group);
   partial_.resize(static_cast<size_t>(num_pieces_) * group *

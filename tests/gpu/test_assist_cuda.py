@@ -93,8 +93,12 @@ def agree(tokens: list[int], right: list[int]) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 24])
 def test_an_iteration_comes_out_as_the_model_says(cpu_side: CpuSide, wide: Any, rows: int) -> None:
+    everything = list(range(640))
+    clear = [
+        t for t, right in zip(everything, expected(wide, everything), strict=True) if right >= 0
+    ]
     for again in range(3):
-        tokens = [int(t) for t in np.random.default_rng(rows + again).integers(0, 640, rows)]
+        tokens = [int(t) for t in np.random.default_rng(rows + again).choice(clear, rows)]
         assert cpu_side.mailbox.begin() == "ready"
         cpu_side.start(0, tokens)
         cpu_side.mailbox.ring()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 
 
@@ -18,7 +19,14 @@ def cuda_device_count() -> int:
     return count.value
 
 
+def ask_for_queues() -> None:
+    """Before anything of CUDA in a process: as many hardware queues as there may be. Streams that
+    share one wait for each other, and for what the other waits for, be it the CPU engine."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
 @cache
 def cuda_driver() -> ctypes.CDLL:
     """The driver's library. Raises `OSError` where there is none."""
+    ask_for_queues()
     return ctypes.CDLL("libcuda.so.1")

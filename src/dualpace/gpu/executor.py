@@ -24,6 +24,7 @@ from dualpace.core.errors import (
 )
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob, StepResult
+from dualpace.gpu.device import ask_for_queues
 from dualpace.gpu.gate import release_cache, synchronize
 from dualpace.gpu.runner import LaunchedStep, ModelRunner
 from dualpace.models.tensors import Weight
@@ -66,6 +67,7 @@ class TorchExecutor:
             if config.device == "cpu":
                 self._worker.submit(torch.set_num_threads, config.gpu_threads).result()
             else:
+                ask_for_queues()
                 self._worker.submit(lambda: torch.cuda.set_stream(torch.cuda.Stream())).result()
             self._runner: ModelRunner | None = self._worker.submit(
                 _without_gradients,
