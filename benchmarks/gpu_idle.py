@@ -30,8 +30,8 @@ from dualpace.core.config import EngineOptions
 from dualpace.core.plan import Batch, BatchRow, Executor
 from dualpace.core.sampling import DecodeParams
 from dualpace.kv.pages import pages_for
+from dualpace.measuring import profile_executors
 from dualpace.resolution import resolve
-from dualpace.wiring import profile_executors
 
 DEPTH = 2  # steps launched before the first of them is done
 WARM_UP = 20

@@ -1,7 +1,8 @@
 """The one file that knows every room: it puts engines and server together.
 
 `Server` is the parent process's half (frontend and supervisor); `run_engine` is the whole of an
-engine's process. What the options come to is settled in `resolution`.
+engine's process. What the options come to is settled in `resolution`, what computes is made in
+`executors`.
 """
 
 from __future__ import annotations
@@ -15,39 +16,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import msgspec
 
-from dualpace.assist.mailbox import (
-    Layout,
-    Mailbox,
-    create_mailbox,
-    mailbox_layout,
-    open_mailbox,
-)
-from dualpace.core.config import (
-    EngineConfig,
-    EngineOptions,
-)
+from dualpace.assist.mailbox import create_mailbox
+from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Executor
-from dualpace.cpu._native import supported_isas
 from dualpace.cpu.memory import create_arena, map_arena
-from dualpace.cpu.threads import allowed_cores
+from dualpace.executors import cpu_executor, gpu_executor, layout_of
 from dualpace.heartbeat import Heartbeat
 from dualpace.ipc import EnginePort
 from dualpace.loop import EngineLoop, Scheduler
-from dualpace.models.progress import with_progress
-from dualpace.models.registry import ModelSource, resolve_tokenizer
 from dualpace.models.registry import resolve as resolve_source
+from dualpace.models.registry import resolve_tokenizer
 from dualpace.models.spec import load_spec
-from dualpace.models.tensors import Weight
 from dualpace.policy.registry import make_policy
 from dualpace.policy.view import Policy
 from dualpace.profile.settle import host_rules, lacks_profile
@@ -58,10 +46,6 @@ from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.server.frontend import Frontend, Limits
 from dualpace.server.tokenizer import NoTokenizer
 from dualpace.supervisor import Launch, Supervisor, Timeouts
-
-if TYPE_CHECKING:
-    from dualpace.cpu.standin import StandInExecutor
-    from dualpace.gpu.executor import TorchExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +89,7 @@ class Server:
         arena_fd = create_arena(arena_bytes) if arena_bytes else None
         mailbox_fd = None
         if config.cpu_routes != ("local",):
-            mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
+            mailbox_fd = create_mailbox(layout_of(config, spec))
         descriptors = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
         supervisor = _supervisor(options, config, arena_fd, mailbox_fd)
         starting = asyncio.ensure_future(supervisor.start())
@@ -176,10 +160,6 @@ def _load_tokenizer(options: EngineOptions) -> Any:
     if options.tokenizer is not None:
         return load_tokenizer(resolve_tokenizer(options.tokenizer))
     return load_tokenizer(resolve_source(options.model))
-
-
-def _mailbox_layout(config: EngineConfig, spec: ModelSpec) -> Layout:
-    return mailbox_layout(spec, config.dtype, config.max_num_seqs, config.max_model_len)
 
 
 def _supervisor(
@@ -259,7 +239,7 @@ def _build_gpu(
     *,
     bar: bool = False,
 ) -> tuple[Scheduler, Executor, EngineReady]:
-    executor = _gpu_executor(config, arena, wake, mailbox_fd, bar)
+    executor = gpu_executor(config, arena, wake, mailbox_fd, bar)
     policy = _policy(config, load_spec(resolve_source(config.model)))
     scheduler = GpuScheduler(
         policy,
@@ -274,37 +254,6 @@ def _build_gpu(
     return scheduler, executor, ready
 
 
-def _gpu_executor(
-    config: EngineConfig,
-    arena: Any,
-    wake: Callable[[], None],
-    mailbox_fd: int | None,
-    bar: bool,
-) -> TorchExecutor | StandInExecutor:
-    """Torch for CUDA. Without a GPU the C++ engine stands in; and torch again where that has none
-    but its portable kernels, which are there to be right and not to be fast, and where the CPU
-    engine is to be assisted."""
-    spec, weights = _checkpoint(config, GPU, bar)
-    fast = "portable" not in (supported_isas()[-1], config.cpu_isa)
-    if config.device == "cpu" and fast and mailbox_fd is None:
-        from dualpace.cpu.model import CpuModel
-        from dualpace.cpu.standin import StandInExecutor
-
-        cores = _stand_in_cores(config)
-        model = CpuModel(spec, weights, dtype=config.dtype, cores=cores, isa=config.cpu_isa)
-        return StandInExecutor(model, config.gpu_pages or 0, arena, config.page_tokens, wake)
-    from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
-
-    mailbox = _open_mailbox(config, spec, mailbox_fd, "gpu")
-    return TorchExecutor(config, spec, weights, arena=arena, wake=wake, mailbox=mailbox)
-
-
-def _stand_in_cores(config: EngineConfig) -> tuple[int, ...]:
-    """The cores that the CPU engine leaves; all of them where it does not run."""
-    spare = tuple(core for core in allowed_cores() if core not in config.cpu_ids)
-    return (spare if config.host_pages and spare else config.cpu_ids)[: config.gpu_threads]
-
-
 def _build_cpu(
     config: EngineConfig,
     arena: Any,
@@ -313,117 +262,17 @@ def _build_cpu(
     *,
     bar: bool = False,
 ) -> tuple[Scheduler, Executor, EngineReady]:
-    from dualpace.cpu.executor import CpuExecutor
-    from dualpace.cpu.model import CpuModel
-
-    spec, weights = _checkpoint(config, CPU, bar)
-    model = CpuModel(
-        spec,
-        weights if config.host_weights else None,
-        dtype=config.dtype,
-        cores=config.cpu_ids,
-        isa=config.cpu_isa,
-        mailbox=_open_mailbox(config, spec, mailbox_fd, "cpu"),
-    )
-    executor = CpuExecutor(model, arena, config.page_tokens, wake)
-    policy = _policy(config, spec)
+    executor = cpu_executor(config, arena, wake, mailbox_fd, bar)
+    policy = _policy(config, load_spec(resolve_source(config.model)))
     scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     tokens = config.host_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)
     return scheduler, executor, ready
 
 
-def _open_mailbox(
-    config: EngineConfig, spec: ModelSpec, descriptor: int | None, side: Literal["cpu", "gpu"]
-) -> Mailbox | None:
-    if descriptor is None:
-        return None
-    return open_mailbox(descriptor, _mailbox_layout(config, spec), side)
-
-
 def _policy(config: EngineConfig, spec: ModelSpec) -> Policy:
     rules = host_rules(config, spec.num_parameters * ELEMENT_BYTES[config.dtype])
     return make_policy(config.policy, config.max_num_seqs, rules, config.gpu_itl_target)
-
-
-@dataclass(frozen=True)
-class Probed:
-    """One engine's executor, to be measured, and the pages of its pool.
-
-    assisted: the CPU engine's, without weights, whose dense work this GPU's executor does.
-    """
-
-    engine: EngineName
-    executor: Executor
-    pages: int
-    assisted: Executor | None = None
-
-
-def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
-    """Each engine's executor in turn, in this process.
-
-    One is closed before the next is built. Close the generator to end early.
-    """
-    arena_bytes = config.host_pages * config.page_bytes
-    arena_fd = create_arena(arena_bytes)
-    arena = map_arena(arena_fd, arena_bytes) if arena_bytes else None
-    os.close(arena_fd)
-    local = msgspec.structs.replace(config, cpu_routes=("local",))
-    assisted = config.cpu_routes != ("local",) and arena is not None
-    with contextlib.ExitStack() as stack:
-        mailbox_fd = None
-        if assisted:
-            spec = load_spec(resolve_source(config.model))
-            mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
-            stack.callback(os.close, mailbox_fd)
-        _, gpu, ready = _build_gpu(config if assisted else local, arena, _ignore, mailbox_fd)
-        stack.callback(gpu.close)
-        cpu: Executor | None = None
-        if assisted:
-            bare = msgspec.structs.replace(config, host_weights=False)
-            _, cpu, _ = _build_cpu(bare, arena, _ignore, mailbox_fd)
-            stack.callback(cpu.close)
-        yield Probed(GPU, gpu, ready.kv_tokens // config.page_tokens, cpu)
-    if arena is not None and config.host_weights:
-        with contextlib.ExitStack() as stack:
-            _, cpu, ready = _build_cpu(local, arena, _ignore)
-            stack.callback(cpu.close)
-            yield Probed(CPU, cpu, ready.kv_tokens // config.page_tokens)
-
-
-@contextlib.contextmanager
-def assisting_gpu(config: EngineConfig) -> Iterator[tuple[TorchExecutor, Mailbox]]:
-    """The GPU engine's executor in this process, and the CPU's end of the mailbox it serves."""
-    spec = load_spec(resolve_source(config.model))
-    mailbox_fd = create_mailbox(_mailbox_layout(config, spec))
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, mailbox_fd)
-        executor = _gpu_executor(config, None, _ignore, mailbox_fd, bar=False)
-        stack.callback(executor.close)
-        cpu_end = _open_mailbox(config, spec, mailbox_fd, "cpu")
-        assert cpu_end is not None
-        stack.callback(cpu_end.close)
-        yield executor, cpu_end  # type: ignore[misc]  # with a mailbox it is torch's
-
-
-def _ignore() -> None:
-    pass
-
-
-def _checkpoint(
-    config: EngineConfig, engine: EngineName, bar: bool
-) -> tuple[ModelSpec, Iterator[tuple[str, Weight]]]:
-    """Spec and weights; their progress is shown as they are taken, with a bar or in the log."""
-    from dualpace.models.weights import iter_weights, weight_shapes
-
-    source: ModelSource = resolve_source(config.model)
-    spec = load_spec(source)
-    weights = iter_weights(
-        source, spec, config.dtype, load_format=config.load_format, seed=config.seed
-    )
-    elements = sum(map(prod, weight_shapes(spec).values()))
-    total = elements * ELEMENT_BYTES[config.dtype]
-    return spec, with_progress(weights, total, f"{engine} engine", bar=bar)
 
 
 def _die_with_parent(launch: Launch) -> None:

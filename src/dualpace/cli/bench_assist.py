@@ -5,6 +5,7 @@ Chooses and shows; the work is done by `profile.assist_bench`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from typing import TYPE_CHECKING, Annotated
@@ -25,8 +26,9 @@ from dualpace.cli.options import (
     Model,
     require_folders,
 )
-from dualpace.core.config import EngineOptions
+from dualpace.core.config import EngineOptions, format_size
 from dualpace.core.errors import ConfigError
+from dualpace.core.plan import Tier
 
 if TYPE_CHECKING:
     from dualpace.profile.assist_bench import AssistReport
@@ -45,6 +47,10 @@ def assist(
     decode_rows: Annotated[int, typer.Option(min=1, help="Of the GPU's steps beside.")] = 32,
     decode_context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 1000,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of prompts in steps beside.")] = 1024,
+    host_rows: Annotated[
+        int, typer.Option(min=0, help="Rows of whole iterations of the CPU engine; 0 for none.")
+    ] = 128,
+    host_context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 1100,
     gpu_kv_tokens: GpuKvTokens = 35_200,
     max_model_len: MaxModelLen = 4096,
     load_format: LoadFormat = "auto",
@@ -66,12 +72,11 @@ def assist(
             max_num_batched_tokens=max(chunk, 64),
             cpu_route="assist2",
             host_weights="none",
-            host_kv_size="1GiB",
             profile="none",
         )
         report = _measure(
             options, console, rows, [each / 1e3 for each in attention_ms],
-            (decode_rows, decode_context), chunk,
+            (decode_rows, decode_context), chunk, (host_rows, host_context),
         )  # fmt: skip
     line = json.dumps({"hardware": describe_machine(), **msgspec.to_builtins(report)})
     if json_file:
@@ -87,32 +92,54 @@ def _measure(
     attention: list[float],
     decodes: tuple[int, int],
     chunk: int,
+    host: tuple[int, int],
 ) -> AssistReport:
-    from dualpace.profile.assist_bench import measure
+    from dualpace.kv.pages import pages_for
+    from dualpace.measuring import assisting_gpu, own_arena
+    from dualpace.profile.assist_bench import measure, measure_iterations
     from dualpace.profile.probes import Room, make_batch
     from dualpace.resolution import resolve
-    from dualpace.wiring import assisting_gpu
 
     config, _ = resolve(options)
     if config.device != "cuda":
         raise ConfigError("bench assist measures a GPU, and there is none here")
-    config = msgspec.structs.replace(config, host_pages=0)
-    room = Room(
-        "gpu", config.gpu_pages or 0, config.page_tokens, config.max_num_seqs,
-        config.max_num_batched_tokens, config.max_model_len,
-    )  # fmt: skip
-    count, context = decodes
-    beside = {
-        "decodes": make_batch("gpu_decode", count, count * context, room),
-        "prompts": make_batch("gpu_prefill", chunk, 0, room),
+    host_pages = host[0] * pages_for(host[1], config.page_tokens)
+    if host_pages > config.host_pages:
+        raise ConfigError(
+            f"{host[0]} rows of {host[1]} tokens take {format_size(host_pages * config.page_bytes)}"
+            ", more than the host has to spare: --host-rows, --host-context"
+        )
+    config = msgspec.structs.replace(config, host_pages=host_pages)
+
+    def room(tier: Tier, pages: int) -> Room:
+        return Room(tier, pages, config.page_tokens, 256, max(chunk, 64), config.max_model_len)
+
+    gpu_room = room("gpu", config.gpu_pages or 0)
+    made = {
+        "decodes": make_batch("gpu_decode", decodes[0], decodes[0] * decodes[1], gpu_room),
+        "prompts": make_batch("gpu_prefill", chunk, 0, gpu_room),
     }
-    if missing := [name for name, batch in beside.items() if batch is None]:
+    beside = {name: batch for name, batch in made.items() if batch is not None}
+    if missing := made.keys() - beside.keys():
         raise ConfigError(f"--gpu-kv-tokens has no room for the {' and '.join(missing)} beside")
-    with console.status("loading the model") as status, assisting_gpu(config) as (gpu, mailbox):
-        return measure(
-            mailbox, gpu, gpu.assist_seconds, beside,  # type: ignore[arg-type]  # no None is left
-            options.model, rows=rows, attention=attention, on_step=status.update,
-        )  # fmt: skip
+    batch = make_batch("cpu_iteration", host[0], host[0] * host[1], room("host", host_pages))
+    with contextlib.ExitStack() as stack:
+        status = stack.enter_context(console.status("loading the model"))
+        arena = own_arena(config)
+        gpu = stack.enter_context(assisting_gpu(config, arena))
+        with gpu.mailbox() as mailbox:
+            report = measure(
+                mailbox, gpu.executor, gpu.executor.assist_seconds, beside, options.model,
+                rows=rows, attention=attention, on_step=status.update,
+            )  # fmt: skip
+        if batch is None:
+            return report
+        with gpu.cpu_executor() as cpu:
+            iterations = measure_iterations(
+                cpu, gpu.executor, cpu.read_seconds, beside, report.quiet, batch,
+                config.page_bytes // config.page_tokens, on_step=status.update,
+            )  # fmt: skip
+        return msgspec.structs.replace(report, iterations=iterations)
 
 
 def _show(report: AssistReport) -> None:
@@ -137,6 +164,21 @@ def _show(report: AssistReport) -> None:
             f"{each.slots} × {each.rows}", f"{each.attention * 1e3:g}", each.beside,
             f"{each.launch * 1e3:.2f}", f"{each.turn * 1e6:.0f}", f"{each.turn_p90 * 1e6:.0f}",
             f"{each.last * 1e3:.2f}", f"{each.iteration * 1e3:.1f}",
+            "" if step is None else f"{step * 1e3:.2f}",
+            "" if slowdown is None else f"{slowdown:.1%}",
+        )  # fmt: skip
+    console.print(table)
+    if not report.iterations:
+        return
+    table = Table(title="whole iterations of the CPU engine", title_justify="left")
+    for column in ("rows × tokens", "route", "beside", "ms", "GB/s", "of read", "step ms",
+                   "slower by"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for whole in report.iterations:
+        step, slowdown = whole.step, whole.slowdown
+        table.add_row(
+            f"{whole.rows} × {whole.tokens:,}", whole.route, whole.beside,
+            f"{whole.seconds * 1e3:.0f}", f"{whole.gb_s:.1f}", f"{whole.fraction:.0%}",
             "" if step is None else f"{step * 1e3:.2f}",
             "" if slowdown is None else f"{slowdown:.1%}",
         )  # fmt: skip

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -49,6 +49,9 @@ from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.probes import Room, held_out_points, plan_points, probe
 from dualpace.profile.shipped import open_profile, shipped_names
 from dualpace.profile.table import Profile, find, load, path_of, save
+
+if TYPE_CHECKING:
+    from dualpace.measuring import Probed
 
 HELD_OUT = 40  # points of each operation that a check measures, if there is time
 STANDIN_KV_TOKENS = 8192  # in which to measure a stand-in that would get no KV room by default
@@ -188,7 +191,7 @@ class _Measured:
 
     def run(self, config: EngineConfig, seconds: float, console: Console) -> None:
         """Measure every operation that this configuration has, each for its share of the time."""
-        from dualpace.wiring import profile_executors
+        from dualpace.measuring import profile_executors
 
         assisted = config.cpu_routes != ("local",)
         share = seconds / (len(OPERATIONS) + assisted)
@@ -201,16 +204,16 @@ class _Measured:
             with contextlib.closing(profile_executors(config)) as executors:
                 for each in executors:
                     if each.engine == GPU:
-                        self.gpu_kv_tokens = each.pages * config.page_tokens
-                    for operation, room in _operations(each.engine, each.pages, config):
+                        self.gpu_kv_tokens = each.gpu_pages * config.page_tokens
+                    for operation, room in _operations(each, config):
                         bar.reset(task, total=None, description=operation)
                         for point in self._probe(operation, each.executor, room, share, bar, task):
                             self.points.append(point)
                             bar.advance(task)
                     if each.assisted is not None and self.held_out is None:
                         bar.reset(task, total=None, description="assist")
-                        gpu_room = _room("gpu", each.pages, config)
-                        host_room = _room("host", config.host_pages, config)
+                        gpu_room = _room("gpu", each.gpu_pages, config)
+                        host_room = _room("host", each.host_pages, config)
                         for point in probe_assists(
                             each.executor, each.assisted, gpu_room, host_room, share
                         ):
@@ -255,15 +258,15 @@ def _store(
     return profile
 
 
-def _operations(engine: str, pages: int, config: EngineConfig) -> Iterator[tuple[Operation, Room]]:
-    """What to measure on an engine whose pool has so many pages."""
-    if engine != GPU:
-        yield "cpu_iteration", _room("host", pages, config)
-    elif pages:
-        yield "gpu_decode", _room("gpu", pages, config)
-        yield "gpu_prefill", _room("gpu", pages, config)
+def _operations(probed: Probed, config: EngineConfig) -> Iterator[tuple[Operation, Room]]:
+    """What to measure on an engine."""
+    if probed.engine != GPU:
+        yield "cpu_iteration", _room("host", probed.host_pages, config)
+    elif probed.gpu_pages:
+        yield "gpu_decode", _room("gpu", probed.gpu_pages, config)
+        yield "gpu_prefill", _room("gpu", probed.gpu_pages, config)
     else:
-        yield "gpu_prefill", _room("host", config.host_pages, config)
+        yield "gpu_prefill", _room("host", probed.host_pages, config)
 
 
 def _room(tier: Tier, pages: int, config: EngineConfig) -> Room:

@@ -54,6 +54,17 @@ class CpuExecutor:
         future.add_done_callback(lambda _: self._wake())
         return future
 
+    def prepare(self) -> None:
+        """Give the whole arena its memory now, for measurements that preparing would disturb."""
+        self._preparer.use(np.frombuffer(self._arena, np.uint8).nbytes)
+        self._preparer.wait()
+
+    def read_seconds(self, size: int) -> float:
+        """Seconds in which the engine's threads read the arena's first `size` bytes, nothing else
+        done; between iterations."""
+        memory = np.frombuffer(self._arena, np.uint8, size)
+        return self._worker.submit(self._model.read_seconds, memory).result()
+
     def copy(self, job: CopyJob) -> Ticket[None]:
         """Raises `EngineError`: pages are moved by the engine that owns the GPU."""
         raise EngineError(f"the CPU engine copies no pages (copy {job.number})")

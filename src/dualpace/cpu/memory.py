@@ -100,6 +100,10 @@ class ArenaPreparer:
             self._worker.submit(self._run, self._submitted, length)
             self._submitted += length
 
+    def wait(self) -> None:
+        """Until all that is or soon will be in use is prepared."""
+        self._worker.submit(lambda: None).result()
+
     def close(self) -> None:
         """Finish the chunk at work, drop those that wait."""
         self._worker.shutdown(wait=True, cancel_futures=True)

@@ -113,6 +113,10 @@ class CpuModel:
         """
         return _native.prepare_arena(self._engine, arena, offset, length)
 
+    def read_seconds(self, memory: _native.Memory) -> float:
+        """Seconds in which the engine's threads read `memory`. Releases the GIL."""
+        return _native.time_read(self._engine, memory)
+
     def decode(
         self,
         rows: Sequence[BatchRow],

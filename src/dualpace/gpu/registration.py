@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -23,12 +24,13 @@ from dualpace.gpu.gate import device_alone
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 * 2**20  # takes some tens of milliseconds
+HOLD_SECONDS = 0.2  # for which assisted iterations may be kept waiting
 MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
 
 
 class Registration:
-    """Of the host's pages, from the first on, by a thread of its own."""
+    """Of the host's pages, from the first on: one thread prepares memory, another registers it."""
 
     def __init__(self, pool: Tensor, piece: int, progressed: Callable[[], None]) -> None:
         """pool: [pages, …]; piece: pages to register at once; progressed: called after each."""
@@ -40,49 +42,79 @@ class Registration:
         # Memory that stays registered after its end would haunt whatever is mapped there next.
         self._undo = weakref.finalize(self, _unregister, self._registered, pool)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="register-arena", daemon=True)
-        self._thread.start()
+        self._prepared: SimpleQueue[Tensor | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._prepare, name="prepare-arena", daemon=True),
+            threading.Thread(target=self._run, name="register-arena", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Undo it. No copy may be under way."""
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._undo()
 
     def _run(self) -> None:
         started = time.monotonic()
-        for first in range(0, len(self._pool), self._piece):
-            if self._stop.is_set():
-                return
-            error = self._register(self._pool[first : first + self._piece])
+        while (part := self._prepared.get()) is not None:
+            with device_alone("registering a part of the arena"):
+                error = self._register_some(part)
             if error:
                 logger.warning(
                     "CUDA registered %d of the %d pages of host KV, then failed (error %d): "
                     "copies of the others are slower",
-                    first, len(self._pool), error,
+                    self.pages, len(self._pool), error,
                 )  # fmt: skip
-                break
-            self.pages = min(first + self._piece, len(self._pool))
-            self._progressed()
-        else:
+                self._stop.set()
+                self._tell(len(self._pool))
+                return
+        if self.pages == len(self._pool):
             logger.info(
                 "registered %s of host KV with CUDA in %.1f s",
                 format_size(self._pool.numel() * self._pool.itemsize), time.monotonic() - started,
             )  # fmt: skip
-        self.pages = len(self._pool)
+
+    def _register_some(self, part: Tensor) -> int:
+        """`part`, and what else has been prepared while the gate was shut; CUDA's error code."""
+        held = time.monotonic()
+        while True:
+            address = part.data_ptr()
+            error = int(torch.cuda.cudart().cudaHostRegister(address, _size(part), 0))
+            if error:
+                return error
+            self._registered.append(address)
+            self._tell(self.pages + len(part))
+            if self._prepared.empty() or time.monotonic() - held > HOLD_SECONDS:
+                return 0
+            following = self._prepared.get()
+            if following is None:
+                self._prepared.put(None)
+                return 0
+            part = following
+
+    def _prepare(self) -> None:
+        """Give piece after piece its memory, and pass it on; None at the end."""
+        libc = ctypes.CDLL(None)
+        for first in range(0, len(self._pool), self._piece):
+            if self._stop.is_set():
+                break
+            part = self._pool[first : first + self._piece]
+            for advice in (MADV_POPULATE_WRITE, MADV_COLLAPSE):  # where refused, pages are small
+                libc.madvise(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(_size(part)), advice)
+            self._prepared.put(part)
+        self._prepared.put(None)
+
+    def _tell(self, pages: int) -> None:
+        self.pages = pages
         self._progressed()
 
-    def _register(self, part: Tensor) -> int:
-        """CUDA's error code, 0 if all is well."""
-        address, size = part.data_ptr(), part.numel() * part.itemsize
-        libc = ctypes.CDLL(None)
-        for advice in (MADV_POPULATE_WRITE, MADV_COLLAPSE):  # where refused, pages are small
-            libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
-        with device_alone("registering a piece of the arena"):
-            error = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-        if not error:
-            self._registered.append(address)
-        return error
+
+def _size(part: Tensor) -> int:
+    """Bytes."""
+    return int(part.numel() * part.itemsize)
 
 
 def _unregister(addresses: list[int], pool: Tensor) -> None:

@@ -1,7 +1,8 @@
 """What Dense Assist takes, layer by layer, and what it costs the GPU's own steps.
 
-Plays the CPU engine's half of the mailbox without attending to anything: it waits for as long as
-attention would take. Knows the mailbox and executors; no tensors, no pages.
+`measure` plays the CPU engine's half of the mailbox without attending to anything: it sleeps for as
+long as attention would take. `measure_iterations` runs the CPU engine itself. Knows the mailbox and
+executors; no tensors.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from dualpace.assist.mailbox import SLOTS, Mailbox
 from dualpace.core.errors import AssistError
-from dualpace.core.plan import Batch, Executor
-from dualpace.profile.assist_probe import Beside
+from dualpace.core.plan import Batch, Executor, Route
+from dualpace.profile.assist_probe import DEPTH, Beside
 
 WARM_UP, ITERATIONS = 2, 6
+ROUNDS = 3
+ROUTES: tuple[Route, ...] = ("assist", "assist2")
 
 
 class Turns(msgspec.Struct, frozen=True):
@@ -52,19 +55,36 @@ class Work(msgspec.Struct, frozen=True):
     over: float  # of a turn alone, over `layer`
 
 
+class Iteration(msgspec.Struct, frozen=True):
+    """Whole iterations of the CPU engine itself. gb_s: KV of the rows over the time; read_gb_s: of
+    the same memory when it is only read, in turns with them; fraction: one of the other."""
+
+    rows: int
+    tokens: int  # of each row
+    route: Route
+    beside: str
+    seconds: float
+    gb_s: float
+    read_gb_s: float
+    fraction: float
+    step: float | None
+    slowdown: float | None
+
+
 class AssistReport(msgspec.Struct, frozen=True):
     model: str
     layers: int
     work: list[Work]
     turns: list[Turns]
     quiet: dict[str, float]  # seconds of the GPU's own steps, with no assist beside
+    iterations: list[Iteration] = []
 
 
 def measure(
     mailbox: Mailbox,
     gpu: Executor,
     seconds_without_turns: Callable[[int, bool], float],
-    beside: dict[str, Batch],
+    beside: Mapping[str, Batch],
     model: str,
     *,
     rows: Sequence[int],
@@ -104,6 +124,51 @@ def measure(
                         )
                     )
     return AssistReport(model, layers, work, turns, quiet)
+
+
+def measure_iterations(
+    cpu: Executor,
+    gpu: Executor,
+    read_seconds: Callable[[int], float],
+    beside: Mapping[str, Batch],
+    quiet: Mapping[str, float],
+    batch: Batch,
+    token_bytes: int,
+    *,
+    on_step: Callable[[str], None] = lambda what: None,
+) -> list[Iteration]:
+    """cpu: the CPU engine's executor, assisted by `gpu`; read_seconds(size): of its arena; batch:
+    of rows of one length; token_bytes: KV of a token, all layers."""
+    rows, tokens = len(batch.rows), batch.rows[0].end
+    size = rows * tokens * token_bytes
+    found = []
+    for name in ("nothing", *beside):
+        for route in ROUTES:
+            on_step(f"{rows} rows of {tokens} tokens by {route} beside {name}")
+            asked = msgspec.structs.replace(batch, route=route)
+            cpu.launch(asked).result()
+            reads, times, steps = [], [], list[float]()
+            for _ in range(ROUNDS):
+                reads.append(read_seconds(size))
+                with contextlib.ExitStack() as stack:
+                    busy = None
+                    if name in beside:
+                        busy = stack.enter_context(Beside(gpu, beside[name], time.perf_counter))
+                    start = time.perf_counter()
+                    cpu.launch(asked).result()
+                    times.append(time.perf_counter() - start)
+                if busy is not None:
+                    steps += busy.times[DEPTH:]
+            seconds, read = statistics.median(times), size / statistics.median(reads) / 1e9
+            speed = size / seconds / 1e9
+            step = statistics.fmean(steps) if steps else None
+            found.append(
+                Iteration(
+                    rows, tokens, route, name, seconds, speed, read, speed / read,
+                    step, None if step is None else step / quiet[name] - 1.0,
+                )
+            )  # fmt: skip
+    return found
 
 
 class _Player:
@@ -164,8 +229,8 @@ class _Player:
                 elif layer < layers:
                     turns.append(now - gone[slot])
                 if layer < layers:
-                    while time.perf_counter() - now < attention:
-                        pass
+                    if attention:  # asleep, so that threads beside get the interpreter
+                        time.sleep(attention)
                     box.post_go(slot, layer)
                     gone[slot] = time.perf_counter()
         end = time.perf_counter()

@@ -1,0 +1,128 @@
+"""Engines' executors in the process that measures them, without schedulers and sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dualpace.assist.mailbox import Mailbox, create_mailbox
+from dualpace.core.config import EngineConfig
+from dualpace.core.messages import CPU, GPU, EngineName
+from dualpace.core.model_spec import ModelSpec
+from dualpace.core.plan import Executor
+from dualpace.cpu.memory import create_arena, map_arena
+from dualpace.executors import cpu_executor, end_of_mailbox, gpu_executor, layout_of
+from dualpace.models.registry import resolve
+from dualpace.models.spec import load_spec
+
+if TYPE_CHECKING:
+    from dualpace.cpu.executor import CpuExecutor
+    from dualpace.cpu.standin import StandInExecutor
+    from dualpace.gpu.executor import TorchExecutor
+
+PROBED_BYTES = 24 * 2**30  # of host KV, for a profile
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One engine's executor, to be measured, and the pages that there are.
+
+    assisted: the CPU engine's, without weights, whose dense work this GPU's executor does.
+    """
+
+    engine: EngineName
+    executor: Executor
+    gpu_pages: int
+    host_pages: int
+    assisted: Executor | None = None
+
+
+def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
+    """Each engine's executor in turn, in this process.
+
+    One is closed before the next is built. Close the generator to end early. The arena is no larger
+    than it takes to tell the time that a token of KV takes.
+    """
+    pages = min(config.host_pages, PROBED_BYTES // config.page_bytes)
+    config = msgspec.structs.replace(config, host_pages=pages)
+    arena = own_arena(config)
+    local = msgspec.structs.replace(config, cpu_routes=("local",))
+    gpu: TorchExecutor | StandInExecutor
+    if config.cpu_routes != ("local",) and arena is not None:
+        with assisting_gpu(config, arena) as assisting, assisting.cpu_executor() as assisted:
+            gpu = assisting.executor
+            yield Probed(GPU, gpu, gpu.gpu_pages, pages, assisted)
+    else:
+        # Registering the host's pages would disturb what is measured.
+        alone = local if config.gpu_pages == 0 else msgspec.structs.replace(local, host_pages=0)
+        gpu = gpu_executor(alone, arena if alone.host_pages else None, _ignore)
+        with contextlib.closing(gpu):
+            yield Probed(GPU, gpu, gpu.gpu_pages, pages)
+    if arena is not None and config.host_weights:
+        with contextlib.closing(cpu_executor(local, arena, _ignore)) as cpu:
+            cpu.prepare()
+            yield Probed(CPU, cpu, 0, pages)
+
+
+@dataclass(frozen=True)
+class AssistingGpu:
+    """The GPU engine's executor in this process, serving a mailbox, and two ways of being the CPU
+    engine at its other end, one at a time."""
+
+    executor: TorchExecutor
+    _config: EngineConfig
+    _spec: ModelSpec
+    _mailbox_fd: int
+    _arena: Any
+
+    @contextlib.contextmanager
+    def mailbox(self) -> Iterator[Mailbox]:
+        """The CPU's end of the mailbox itself."""
+        mailbox = end_of_mailbox(self._config, self._spec, self._mailbox_fd, "cpu")
+        assert mailbox is not None
+        with contextlib.closing(mailbox):
+            yield mailbox
+
+    @contextlib.contextmanager
+    def cpu_executor(self) -> Iterator[CpuExecutor]:
+        """The CPU engine's executor, without weights, over the arena."""
+        bare = msgspec.structs.replace(self._config, host_weights=False)
+        made = cpu_executor(bare, self._arena, _ignore, self._mailbox_fd)
+        with contextlib.closing(made) as executor:
+            executor.prepare()
+            yield executor
+
+
+@contextlib.contextmanager
+def assisting_gpu(config: EngineConfig, arena: Any) -> Iterator[AssistingGpu]:
+    """A GPU that knows nothing of the host's pages but serves the CPU engine's iterations."""
+    spec = load_spec(resolve(config.model))
+    mailbox_fd = create_mailbox(layout_of(config, spec))
+    try:
+        alone = msgspec.structs.replace(config, host_pages=0)
+        with contextlib.closing(gpu_executor(alone, None, _ignore, mailbox_fd)) as executor:
+            # With a mailbox it is torch's, whatever the device.
+            yield AssistingGpu(executor, config, spec, mailbox_fd, arena)  # type: ignore[arg-type]
+    finally:
+        os.close(mailbox_fd)
+
+
+def own_arena(config: EngineConfig) -> Any:
+    """The host's pages, for this process alone; None without any."""
+    size = config.host_pages * config.page_bytes
+    if not size:
+        return None
+    descriptor = create_arena(size)
+    try:
+        return map_arena(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def _ignore() -> None:
+    pass
