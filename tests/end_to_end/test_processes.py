@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,15 @@ def test_an_engine_that_dies_while_all_are_restarted_is_one_more_restart(
     asyncio.run(scenario())
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a shell starts in its background ignores interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_llm_leaves_no_engines(tiny: Any) -> None:
     def children() -> set[int]:
         found: set[int] = set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -29,6 +30,9 @@ from dualpace.core.config import EngineOptions
 from dualpace.core.messages import CPU, GPU
 from dualpace.core.sampling import SamplingParams
 from dualpace.models.registry import has_tokenizer, resolve
+from dualpace.policy.roof import find_roof
+from dualpace.profile.settle import host_rules
+from dualpace.resolution import ELEMENT_BYTES
 from dualpace.server.frontend import Frontend
 from dualpace.wiring import Server
 
@@ -77,7 +81,7 @@ async def _measure(
         server = await Server.start(options)
     try:
         frontend, config = server.frontend, server.config
-        facts = {
+        facts: dict[str, Any] = {
             "offline": True,
             "policy": config.policy,
             "device": config.device,
@@ -86,13 +90,34 @@ async def _measure(
             "host_kv_tokens": frontend.kv_tokens.get(CPU, 0),
             "detokenized": not options.skip_tokenizer_init,
         }
-        measurement = Measurement(
-            load.clipped(frontend.longest), pace, server.spec.vocab_size, options.seed
-        )
+        load = load.clipped(frontend.longest)
+        facts["roof"] = _roof(server, load, console)
+        measurement = Measurement(load, pace, server.spec.vocab_size, options.seed)
         await measurement.run(partial(replay_in_process, frontend), console)
     finally:
         await server.close()
     return measurement, facts
+
+
+def _roof(server: Server, load: Load, console: Console) -> dict[str, float] | None:
+    """What the profile says could be had at best, for requests as long as the load's are when half
+    of their output is there; None without a profile."""
+    config, rooms = server.config, server.frontend.kv_tokens
+    rules = host_rules(config, server.spec.num_parameters * ELEMENT_BYTES[config.dtype])
+    if config.profile_file is None or rules is None:
+        return None
+    context = round(
+        statistics.fmean(each.prompt_tokens + each.output_tokens / 2 for each in load.requests)
+    )
+    roof = find_roof(rules, rooms[GPU], rooms.get(CPU, 0), config.max_num_seqs, context)
+    if roof is None:
+        return None
+    console.print(
+        f"requests of {context} tokens: h = {roof.host_rate:.0f} tok/s on the host, G0 = "
+        f"{roof.gpu_rate:.0f} on the GPU, a = {roof.stolen_share:.1%} of it for assists: "
+        f"at best {roof.ratio:.2f} times the GPU alone"
+    )
+    return {**roof._asdict(), "ratio": roof.ratio, "context": float(context)}
 
 
 async def replay_in_process(
