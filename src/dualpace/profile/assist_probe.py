@@ -11,13 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from dualpace.core.plan import Batch, Executor, StepResult, Ticket
-from dualpace.policy.cost_model import Operation, Point
+from dualpace.policy.cost_model import Point
 from dualpace.profile.probes import Room, make_batch
 
 ROWS = (8, 32, 64, 128, 256)
@@ -85,68 +86,82 @@ def probe_assists(
     gpu_room without pages: the GPU has no decodes, so that none can be delayed. Raises what a step
     raises.
     """
-    deadline = clock() + seconds
+    probe = _Probe(gpu, cpu, host_room, clock, clock() + seconds)
     sizes = [rows for rows in ROWS if rows < host_room.max_rows] + [host_room.max_rows]
-    order = [sizes[-1], *sizes[:-1]] if len(sizes) > 1 else sizes
     decodes = _decodes(gpu_room)
+    quiet = 0.0 if decodes is None else probe.quiet_step(decodes, min(0.3, seconds / 20))
+    for number, rows in enumerate([sizes[-1], *sizes[:-1]]):
+        if number > 1 and probe.late:
+            return
+        alone = probe.iteration(rows, rows)
+        if alone is None:
+            continue
+        dense, stolen = alone, 0.0
+        if decodes is not None:
+            dense, step = probe.iteration_beside(decodes, rows)
+            stolen = dense * max(0.0, 1.0 - quiet / step)
+        yield Point("assist", rows, 0, dense)
+        yield Point("assist_stolen", rows, 0, stolen)
+        yield Point("cpu_attention", rows, 0, 0.0)
+        for context in CONTEXTS if number == 0 else CONTEXTS[:1]:
+            if (whole := probe.iteration(rows, context)) is not None:
+                yield Point("cpu_attention", rows, context, max(0.0, whole - alone))
     prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
+    for rows in sizes if prompts is not None else ():
+        if probe.late:
+            return
+        assert prompts is not None
+        dense, _ = probe.iteration_beside(prompts, rows)
+        yield Point("assist_beside_prefill", rows, 0, dense)
 
-    def iteration(rows: int, context: int) -> float | None:
-        """Seconds, the median of a few; None if there is no room for such a batch."""
-        batch = make_batch("cpu_iteration", rows, context, host_room)
+
+@dataclass(frozen=True)
+class _Probe:
+    gpu: Executor
+    cpu: Executor
+    room: Room
+    clock: Callable[[], float]
+    deadline: float
+
+    @property
+    def late(self) -> bool:
+        return self.clock() >= self.deadline
+
+    def quiet_step(self, batch: Batch, seconds: float) -> float:
+        """Seconds of a GPU step with no assist beside."""
+        with Beside(self.gpu, batch, self.clock) as steps:
+            time.sleep(seconds)
+        return statistics.median(steps.times[DEPTH:] or steps.times)
+
+    def iteration(self, rows: int, context: int) -> float | None:
+        """Seconds of an assisted one, the median of a few; None if there is no room for it."""
+        batch = make_batch("cpu_iteration", rows, context, self.room)
         if batch is None:
             return None
         batch = msgspec.structs.replace(batch, route="assist")
         times: list[float] = []
-        while len(times) < 2 or (len(times) <= REPEATS and clock() < deadline):
-            start = clock()
-            cpu.launch(batch).result()
-            times.append(clock() - start)
+        while len(times) < 2 or (len(times) <= REPEATS and not self.late):
+            start = self.clock()
+            self.cpu.launch(batch).result()
+            times.append(self.clock() - start)
         return statistics.median(times[1:])  # the first one warms up
 
-    alone: dict[int, float] = {}
-    quiet = 0.0  # seconds of the GPU's step without an assist beside
-    if decodes is not None:
-        with Beside(gpu, decodes, clock) as steps:
-            time.sleep(min(0.3, seconds / 20))
-        quiet = statistics.median(steps.times[DEPTH:] or steps.times)
-    for number, rows in enumerate(order):
-        if number > 1 and clock() >= deadline:
-            return
-        dense = iteration(rows, rows)
-        if dense is None:
-            continue
-        alone[rows] = dense
-        stolen = 0.0
-        if decodes is not None:
-            with Beside(gpu, decodes, clock) as steps:
-                start = len(steps.times)
-                dense = iteration(rows, rows) or dense
-                beside = steps.times[start:]
-            stolen = dense * max(0.0, 1.0 - quiet / (statistics.fmean(beside) if beside else quiet))
-        yield Point("assist", rows, 0, dense)
-        yield Point("assist_stolen", rows, 0, stolen)
-        for context in CONTEXTS[:1] if number else CONTEXTS:
-            if (whole := iteration(rows, context)) is not None:
-                yield Point("cpu_attention", rows, context, max(0.0, whole - alone[rows]))
-        yield Point("cpu_attention", rows, 0, 0.0)
-    for rows in order if prompts is not None else ():
-        if clock() >= deadline:
-            return
-        assert prompts is not None
-        with Beside(gpu, prompts, clock):
-            dense = iteration(rows, rows)
-        if dense is not None:
-            yield Point("assist_beside_prefill", rows, 0, dense)
+    def iteration_beside(self, batch: Batch, rows: int) -> tuple[float, float]:
+        """Seconds of one that attends to next to nothing, and of a GPU step beside it."""
+        with Beside(self.gpu, batch, self.clock) as steps:
+            before = len(steps.times)
+            dense = self.iteration(rows, rows)
+            beside = steps.times[before:] or steps.times
+        assert dense is not None
+        return dense, statistics.fmean(beside)
 
 
 def _decodes(room: Room) -> Batch | None:
     """Full seats, as nearly as the room allows it."""
     rows = min(DECODES, room.max_rows, room.pages)
-    operation: Operation = "gpu_decode"
     context = min(rows * 1024, rows * room.max_model_len, room.pages * room.page_tokens)
     while rows and context >= rows:
-        if (batch := make_batch(operation, rows, context, room)) is not None:
+        if (batch := make_batch("gpu_decode", rows, context, room)) is not None:
             return batch
         context //= 2
     return None

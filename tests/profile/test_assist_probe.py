@@ -1,0 +1,94 @@
+"""The parts of an assisted iteration, told apart on executors of known speed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from dualpace.core.plan import Batch, CopyJob, StepResult
+from dualpace.policy.cost_model import TableCostModel
+from dualpace.policy.host import runnable
+from dualpace.profile.assist_probe import DEPTH, Beside, probe_assists
+from dualpace.profile.probes import Room, make_batch
+
+HOST = Room("host", pages=9000, page_tokens=32, max_rows=64, max_tokens=512, max_model_len=8192)
+NO_SEATS = Room("gpu", pages=0, page_tokens=32, max_rows=64, max_tokens=512, max_model_len=8192)
+GPU = Room("gpu", pages=100, page_tokens=32, max_rows=64, max_tokens=512, max_model_len=8192)
+
+
+class CpuEngine:
+    """Dense work takes 2**-7 s and 2**-12 s a row more, a token of context 2**-20 s."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.routes: set[str] = set()
+
+    def clock(self) -> float:
+        return self.now
+
+    def launch(self, batch: Batch) -> Future[StepResult]:
+        self.routes.add(batch.route)
+        context = sum(row.end for row in batch.rows)
+        self.now += 2.0**-7 + 2.0**-12 * len(batch.rows) + 2.0**-20 * context
+        ticket: Future[StepResult] = Future()
+        ticket.set_result(StepResult([0] * len(batch.rows)))
+        return ticket
+
+    def copy(self, job: CopyJob) -> Future[None]:
+        raise AssertionError("a probe copies nothing")
+
+    def close(self) -> None:
+        pass
+
+
+class GpuEngine(CpuEngine):
+    """Steps end when the test says so."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.allowed = threading.Semaphore(steps)
+
+    def launch(self, batch: Batch) -> Future[StepResult]:
+        ticket: Future[StepResult] = Future()
+        if self.allowed.acquire(timeout=0.01):
+            self.now += 1.0
+            ticket.set_result(StepResult([0] * len(batch.rows)))
+        else:
+            ticket.set_exception(RuntimeError("no more steps"))
+        return ticket
+
+
+def test_dense_work_and_attention_come_apart_and_every_route_can_be_judged() -> None:
+    cpu = CpuEngine()
+    points = list(probe_assists(GpuEngine(0), cpu, NO_SEATS, HOST, 1e9, cpu.clock))
+    assert cpu.routes == {"assist"}
+    costs = TableCostModel(points)
+    assert runnable(costs, ("assist", "assist2")) == ("assist", "assist2")
+    for rows in (8, 32, 64):
+        dense = 2.0**-7 + 2.0**-12 * rows
+        assert costs.assist(rows, 0.0).seconds == pytest.approx(dense, rel=1e-2)
+        assert costs.assist_stolen(rows).seconds == 0.0
+    for context in (16_384, 65_536, 262_144):
+        assert costs.cpu_attention(64, context).seconds == pytest.approx(
+            2.0**-20 * context, rel=1e-2
+        )
+
+
+def test_in_a_hurry_what_every_route_needs_is_measured_all_the_same() -> None:
+    cpu = CpuEngine()
+    points = list(probe_assists(GpuEngine(0), cpu, NO_SEATS, HOST, 0.0, cpu.clock))
+    assert runnable(TableCostModel(points), ("assist",)) == ("assist",)
+    assert not [point for point in points if point.operation == "assist_beside_prefill"]
+
+
+def test_a_step_that_fails_beside_is_not_passed_over() -> None:
+    gpu = GpuEngine(DEPTH + 3)
+    batch = make_batch("gpu_decode", 4, 64, GPU)
+    assert batch is not None
+    with pytest.raises(RuntimeError, match="no more steps"), Beside(gpu, batch, gpu.clock) as steps:
+        while steps.error is None:
+            time.sleep(1e-3)
+    assert len(steps.times) == DEPTH + 3
