@@ -88,7 +88,13 @@ def test_a_step_that_fails_beside_is_not_passed_over() -> None:
     gpu = GpuEngine(DEPTH + 3)
     batch = make_batch("gpu_decode", 4, 64, GPU)
     assert batch is not None
-    with pytest.raises(RuntimeError, match="no more steps"), Beside(gpu, batch, gpu.clock) as steps:
-        while steps.error is None:
-            time.sleep(1e-3)
-    assert len(steps.times) == DEPTH + 3
+    beside = Beside(gpu, batch, gpu.clock)
+
+    def until_it_fails() -> None:
+        with beside:
+            while beside.error is None:
+                time.sleep(1e-3)
+
+    with pytest.raises(RuntimeError, match="no more steps"):
+        until_it_fails()
+    assert len(beside.times) == DEPTH + 3
