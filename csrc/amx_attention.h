@@ -9,6 +9,9 @@
 //            weights and remainders again.
 // Half of the second product's terms are zeros, which costs less than interleaving rows of V.
 //
+// Of the same tokens all KV heads of the call are attended to in turn, because these lie behind each
+// other in a page: long stretches of memory are read faster than short ones.
+//
 // Included by units that are compiled for AVX-512; see avx512.h.
 #pragma once
 
@@ -38,15 +41,16 @@ struct Scratch {
   char* tail;      // the rows of V in the last block of a run, zeros behind
 
   explicit Scratch(const AttentionArgs* args) : blocks(args->scratch) {
-    scores = block(args->group / kBlockHeads + (args->group % kBlockHeads != 0), args).queries;
+    scores = block(args->kv_heads, 0, args).queries;
     weights = scores + kBlockHeads * kSpanTokens;
     tail = reinterpret_cast<char*>(weights + 2 * kSpanBlocks * kTileFloats);
   }
 
-  HeadBlock block(int index, const AttentionArgs* args) const {
+  HeadBlock block(int kv_head, int index, const AttentionArgs* args) const {
     const int tiles = args->head_dim / 32 * kTileFloats;
+    const int each = (args->group + kBlockHeads - 1) / kBlockHeads;
     const int left = args->group - index * kBlockHeads;
-    float* base = blocks + index * (2 * tiles + 2 * kBlockHeads);
+    float* base = blocks + (kv_head * each + index) * (2 * tiles + 2 * kBlockHeads);
     return {left < kBlockHeads ? left : kBlockHeads, base, base + tiles, base + 2 * tiles};
   }
 };
@@ -260,12 +264,13 @@ inline void soften(const float* scores, int blocks, __m512 top, float scale, int
 
 // All there is to do with a span for up to S heads.
 template <class T, int S>
-inline void attend_span(const AttentionArgs* args, const Span& span, const char* const* values,
-                        const HeadBlock& block, const Scratch& scratch, Ahead* ahead) {
+inline void attend_span(const AttentionArgs* args, const Span& span, const char* base,
+                        const char* const* values, const HeadBlock& block, const Scratch& scratch,
+                        Ahead* ahead) {
   const int steps = args->head_dim / 32;
   const size_t row_bytes = static_cast<size_t>(args->head_dim) * 2;
   const char* keys[kSpanBlocks];
-  for (int b = 0; b < span.blocks; ++b) keys[b] = args->keys + span.offsets[b];
+  for (int b = 0; b < span.blocks; ++b) keys[b] = base + span.offsets[b];
   for (int b = 0; b < span.blocks; b += 4) {
     float* to = scratch.weights + b * kTileFloats;
     switch (span.blocks - b) {
@@ -335,16 +340,18 @@ void attention_on_tiles(const AttentionArgs* args) {
   const Scratch scratch(args);
   const int num_blocks = (group + kBlockHeads - 1) / kBlockHeads;
   const int steps = dim / 32, row_bytes = dim * 2;
-  for (int i = 0; i < num_blocks; ++i) {
-    const HeadBlock block = scratch.block(i, args);
-    pack_queries(args->query + i * kBlockHeads * dim, block.heads, dim, scratch.weights,
-                 block.queries);
-    for (int j = 0; j < steps * kTileFloats; j += 16) {
-      _mm512_store_ps(block.sums + j, _mm512_setzero_ps());
-    }
-    for (int h = 0; h < kBlockHeads; ++h) {
-      block.state[h] = -INFINITY;
-      block.state[kBlockHeads + h] = 0.0f;
+  for (int k = 0; k < args->kv_heads; ++k) {
+    for (int i = 0; i < num_blocks; ++i) {
+      const HeadBlock block = scratch.block(k, i, args);
+      pack_queries(args->query + (k * group + i * kBlockHeads) * dim, block.heads, dim,
+                   scratch.weights, block.queries);
+      for (int j = 0; j < steps * kTileFloats; j += 16) {
+        _mm512_store_ps(block.sums + j, _mm512_setzero_ps());
+      }
+      for (int h = 0; h < kBlockHeads; ++h) {
+        block.state[h] = -INFINITY;
+        block.state[kBlockHeads + h] = 0.0f;
+      }
     }
   }
   T::configure(2 * kTileRows);  // every register in full
@@ -356,40 +363,52 @@ void attention_on_tiles(const AttentionArgs* args) {
     const Span& span = spans[turn];
     Span* next = &spans[turn ^ 1];
     at += span.count;
-    // Steps: one per tile of K, of V and of scores, and one per head.
-    const int pauses = num_blocks * span.blocks * (2 * steps + 1) + group;
-    const int lines = 2 * row_bytes * kTileRows / kFetchBytes;
-    Ahead ahead = {args->keys, args->values, next, row_bytes * kTileRows,
-                   (lines + pauses - 1) / pauses};
+    // What comes after the last head: the first one of the next span, of this call or the next.
+    const char* next_keys = args->keys;
+    const char* next_values = args->values;
+    bool more = true;
     if (at < args->end) {
       fill(next, args, args->pages, at, args->end - at);
     } else if (args->next_keys) {
       const size_t page = static_cast<size_t>(*args->next_pages) * args->page_stride;
-      ahead.base = args->next_keys - page;
-      ahead.values = args->next_values - page;
+      next_keys = args->next_keys - page;
+      next_values = args->next_values - page;
       fill(next, args, args->next_pages, 0, args->next_tokens);
     } else {
-      ahead.pace = 0;
+      more = false;
     }
+    // Steps: one per tile of K, of V and of scores, and one per head.
+    const int pauses = num_blocks * span.blocks * (2 * steps + 1) + group;
+    const int lines = 2 * row_bytes * kTileRows / kFetchBytes;
+    const int pace = (lines + pauses - 1) / pauses;
 
-    const char* values[kSpanBlocks];
-    for (int b = 0; b < span.blocks; ++b) values[b] = args->values + span.offsets[b];
-    if (span.count % kTileRows != 0) {
-      const int last = span.blocks - 1;
-      copy_tail(values[last], span.count % kTileRows, row_bytes, scratch.tail);
-      values[last] = scratch.tail;
-    }
-    for (int i = 0; i < num_blocks; ++i) {
-      const HeadBlock block = scratch.block(i, args);
-      if (block.heads > 4) attend_span<T, 8>(args, span, values, block, scratch, &ahead);
-      else attend_span<T, 4>(args, span, values, block, scratch, &ahead);
+    for (int k = 0; k < args->kv_heads; ++k) {
+      const char* keys = args->keys + static_cast<size_t>(k) * args->head_stride;
+      const char* base = args->values + static_cast<size_t>(k) * args->head_stride;
+      Ahead ahead = {keys + args->head_stride, base + args->head_stride, &span,
+                     row_bytes * kTileRows, pace};
+      if (k + 1 == args->kv_heads) {
+        ahead = {next_keys, next_values, next, row_bytes * kTileRows, more ? pace : 0};
+      }
+      const char* values[kSpanBlocks];
+      for (int b = 0; b < span.blocks; ++b) values[b] = base + span.offsets[b];
+      if (span.count % kTileRows != 0) {
+        const int last = span.blocks - 1;
+        copy_tail(values[last], span.count % kTileRows, row_bytes, scratch.tail);
+        values[last] = scratch.tail;
+      }
+      for (int i = 0; i < num_blocks; ++i) {
+        const HeadBlock block = scratch.block(k, i, args);
+        if (block.heads > 4) attend_span<T, 8>(args, span, keys, values, block, scratch, &ahead);
+        else attend_span<T, 4>(args, span, keys, values, block, scratch, &ahead);
+      }
     }
   }
   T::release();
 
-  for (int h = 0; h < group; ++h) {
-    const HeadBlock block = scratch.block(h / kBlockHeads, args);
-    const int slot = h % kBlockHeads;
+  for (int h = 0; h < args->kv_heads * group; ++h) {
+    const HeadBlock block = scratch.block(h / group, h % group / kBlockHeads, args);
+    const int slot = h % group % kBlockHeads;
     const float denominator = block.state[kBlockHeads + slot];
     const float factor = args->maxima ? 1.0f : 1.0f / denominator;
     if (block.heads > 4) finish<8>(block.sums, slot, dim, factor, args->out + h * dim);

@@ -46,8 +46,8 @@ struct AttentionOut {
 
 class AttentionPlan {
  public:
-  // Shares the batch's work out evenly over several parts per thread, cutting long contexts at page
-  // boundaries, and reserves scratch memory. Cost of a unit: its tokens and a constant.
+  // Shares the batch's work out over parts that shrink as the work does, cutting long contexts at page
+  // boundaries, and reserves scratch memory. As many KV heads stay together as leave enough to share.
   void build(const CacheRows& rows, const HeadShape& heads, int page_tokens, int threads);
 
   bool has_splits() const { return !merges_.empty(); }
@@ -62,6 +62,7 @@ class AttentionPlan {
   void merge(const KernelTable& kernels, const AttentionOut& out, int thread, int threads);
 
  private:
+  // A unit is a row and `together_` of its KV heads, from `kv_head` on.
   struct Task {
     int row, kv_head;
     int64_t begin, end;
@@ -82,12 +83,15 @@ class AttentionPlan {
     int first_piece, num_pieces;
   };
 
+  size_t unit() const;  // query heads of a unit times head_dim
+
   HeadShape heads_;
+  int together_ = 1;
   std::vector<Task> tasks_;
   std::vector<size_t> bounds_;  // part p has tasks bounds_[p] … bounds_[p + 1] - 1
   std::vector<Merge> merges_;
   int num_pieces_ = 0;
-  std::vector<float> partial_;  // [piece][group][head_dim + 2]: sums, maximum, denominator
+  std::vector<float> partial_;  // [piece]: weighted sums of a unit, maxima, denominators
   std::vector<float> scratch_;
   size_t scratch_stride_ = 0;  // floats per thread
   float* scratch_base_ = nullptr;

@@ -68,6 +68,7 @@ const KernelTable* with_amx(const KernelTable* base) {
     copy.linear[kBFloat16] = amx_linear;
     copy.on_tiles = true;
     copy.attention[kBFloat16] = amx_attention;
+    copy.heads_together = true;
     return copy;
   }();
   return &table;
@@ -89,7 +90,10 @@ const KernelTable* emulated_amx() {
     copy.linear[kBFloat16] = amx_emulated_linear;
     copy.on_tiles = true;
 #if defined(DUALPACE_HAVE_AVX2)
-    if (has_avx512()) copy.attention[kBFloat16] = amx_emulated_attention;
+    if (has_avx512()) {
+      copy.attention[kBFloat16] = amx_emulated_attention;
+      copy.heads_together = true;
+    }
 #endif
     return copy;
   }();

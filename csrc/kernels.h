@@ -27,12 +27,14 @@ enum {
   kTileTokens = 128  // most tokens whose scores are held at once; a multiple of 64
 };
 
-// One run of tokens of one (row, KV head): attends with `group` query heads to [begin, end).
+// One run of tokens of one row and some of its KV heads: attends with `group` query heads for each of
+// those to [begin, end).
 struct AttentionArgs {
-  const float* query;  // [group][head_dim], rotated, unscaled
-  const char* keys;    // arena + offset of this layer's and head's K inside a page
+  const float* query;  // [kv_heads][group][head_dim], rotated, unscaled
+  const char* keys;    // arena + offset of this layer's and the first head's K inside a page
   const char* values;  // the same for V
   size_t page_stride;  // bytes from one page to the next
+  size_t head_stride;  // bytes from one KV head to the next inside a page
   const char* next_keys;    // what the thread reads after this run, to prefetch; or null
   const char* next_values;
   const int32_t* next_pages;  // from the page of `next_keys` on
@@ -41,11 +43,12 @@ struct AttentionArgs {
   int64_t begin, end;  // end > begin
   int32_t page_tokens;
   int32_t head_dim;
+  int32_t kv_heads;  // 1, or more where KernelTable::heads_together allows it
   int32_t group;
   float scale;
-  float* out;      // [group][head_dim]
-  float* maxima;   // [group], or null: then `out` is normalised, else it is the plain weighted sum
-  float* sums;     // [group], with `maxima`
+  float* out;      // [kv_heads][group][head_dim]
+  float* maxima;   // [kv_heads][group], or null: then `out` is normalised, else the plain weighted sum
+  float* sums;     // [kv_heads][group], with `maxima`
   float* scratch;  // 64-byte aligned, attention_scratch_floats() long
 };
 
@@ -96,6 +99,10 @@ struct KernelTable {
 
   // True if linear[kBFloat16] works on tiles.
   bool on_tiles = false;
+
+  // True if attention[kBFloat16] takes several KV heads at once, where head_dim is a multiple of 32
+  // and page_tokens one of 16.
+  bool heads_together = false;
 };
 
 const KernelTable* portable_kernels();

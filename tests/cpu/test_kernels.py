@@ -158,6 +158,12 @@ def test_attention_of_long_contexts_is_cut_and_joined_exactly(engine, lengths, g
     assert relative_l2(out, want).max() < 5e-6
 
 
+def test_attention_of_long_contexts_keeps_heads_together(engine):
+    lengths = [3000, 17, 4500, 2600]
+    out, want = attend_in_poisoned_arena(engine, "bfloat16", lengths, 3, 4, 64)
+    assert relative_l2(out, want).max() < 5e-6
+
+
 @pytest.mark.parametrize("group", [4, 8])
 def test_attention_keeps_the_precision_of_queries_that_are_no_bfloat16(engine, group):
     lengths = [1, 65, 300]

@@ -146,9 +146,9 @@ void callers_take_turns() {
 
 // -- kernels --------------------------------------------------------------------------------------
 
-void attention_is_whole_after_a_split(const KernelTable& kernels, DType dtype, int dim) {
-  const int group = 5, kv_heads = 2, page_tokens = 16, threads = 4;
-  const std::vector<int64_t> lengths{1, 700, 16, 33, 129};
+void attention_is_whole_after_a_split(const KernelTable& kernels, DType dtype, int dim,
+                                      const std::vector<int64_t>& lengths, int threads) {
+  const int group = 5, kv_heads = 2, page_tokens = 16;
   const CacheShape shape{2, kv_heads, page_tokens, dim, dtype};
   std::vector<std::vector<int32_t>> tables;
   int32_t pages = 0;
@@ -464,7 +464,8 @@ int main() {
     std::printf("%s\n", kernels->name);
     for (const DType dtype : {kFloat32, kBFloat16}) {
       for (const int head_dim : {48, 64}) {  // the second one fits into tiles
-        attention_is_whole_after_a_split(*kernels, dtype, head_dim);
+        attention_is_whole_after_a_split(*kernels, dtype, head_dim, {1, 700, 16, 33, 129}, 4);
+        attention_is_whole_after_a_split(*kernels, dtype, head_dim, {5000, 3400}, 2);  // both heads
       }
       linear_layers_are_right(*kernels, dtype, 70,
                               {1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 65});
