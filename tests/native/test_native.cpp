@@ -465,7 +465,9 @@ int main() {
     for (const DType dtype : {kFloat32, kBFloat16}) {
       for (const int head_dim : {48, 64}) {  // the second one fits into tiles
         attention_is_whole_after_a_split(*kernels, dtype, head_dim, {1, 700, 16, 33, 129}, 4);
-        attention_is_whole_after_a_split(*kernels, dtype, head_dim, {5000, 3400}, 2);  // both heads
+      }
+      if (dtype == kBFloat16) {  // long enough for both heads to stay together
+        attention_is_whole_after_a_split(*kernels, dtype, 64, {5000, 3400}, 2);
       }
       linear_layers_are_right(*kernels, dtype, 70,
                               {1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 65});
