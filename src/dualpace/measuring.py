@@ -69,6 +69,14 @@ def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
             yield Probed(CPU, cpu, 0, pages)
 
 
+@contextlib.contextmanager
+def gpu_over_arena(config: EngineConfig) -> Iterator[TorchExecutor | StandInExecutor]:
+    """The GPU engine's executor over host pages of its own, which it makes known to CUDA."""
+    local = msgspec.structs.replace(config, cpu_routes=("local",))
+    with contextlib.closing(gpu_executor(local, own_arena(config), _ignore)) as executor:
+        yield executor
+
+
 @dataclass(frozen=True)
 class AssistingGpu:
     """The GPU engine's executor in this process, serving a mailbox, and two ways of being the CPU
