@@ -54,6 +54,32 @@ def test_a_trace_is_replayed_at_a_rate(server_url: str, tmp_path: Path) -> None:
     assert (last["prompt_tokens"], last["output_tokens"]) == (36, 9)
 
 
+def test_a_sweep_is_one_report_for_each_rate_and_a_sustainable_rate(
+    server_url: str, tmp_path: Path
+) -> None:
+    report, rows = tmp_path / "r.json", tmp_path / "r.csv"
+    result = bench(
+        server_url, "--rates", "50,100,inf", "--clients", "2", "--label", "fake",
+        "--target", "ttft_s.p99=60,normalized_latency_s.mean=60",
+        "--json", str(report), "--csv", str(rows),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    last = json.loads(result.stdout.splitlines()[-1])
+    assert last == json.loads(report.read_text())
+    assert [each["request_rate"] for each in last["sweep"]] == [50.0, 100.0, None]
+    assert [each["succeeded"] for each in last["sweep"]] == [12, 12, 12]
+    assert {(each["clients"], each["label"]) for each in last["sweep"]} == {(2, "fake")}
+    assert all(each["client_busy"] > 0.0 for each in last["sweep"])
+    assert (last["sustainable"]["rate"], last["sustainable"]["limit"]) == (100.0, None)
+    assert "sustainable rate: 100/s or more" in result.stdout
+    with rows.open() as file:
+        lines = list(csv.DictReader(file))
+    assert [line["request_rate"] for line in lines] == ["50.0"] * 12 + ["100.0"] * 12 + [""] * 12
+    for each in last["sweep"]:
+        counts = each["timeline"]["tokens_by_engine"]
+        assert {engine: sum(bins) for engine, bins in counts.items()} == each["tokens_by_engine"]
+
+
 def test_lengths_are_clipped_to_what_the_server_tells(server_url: str) -> None:
     result = bench(server_url, "--scale", "1", "--num-requests", "4", "--max-concurrency", "2")
     last = json.loads(result.stdout.splitlines()[-1])
@@ -109,6 +135,12 @@ def test_no_success_at_all_is_exit_code_1(server_url: str, model: str) -> None:
         (["--trace", "none.csv"], "cannot read the trace none.csv"),
         (["--trace", "x.csv", "--synthetic"], "exclude each other"),
         (["--warmup-seconds", "2"], "--warmup-seconds needs --duration"),
+        (["--rates", "1,x"], "--rates is numbers with commas"),
+        (["--rates", "1,0"], "--request-rate must be"),
+        (["--rates", "1,2", "--request-rate", "3"], "exclude each other"),
+        (["--rates", "1,2", "--plot", "x.png"], "--plot shows one replay"),
+        (["--target", "ttft_s.p99=1", "--rates", "1,inf"], "--target needs --rates"),
+        (["--target", "ttft=1", "--rates", "1,2"], "--target is METRIC.STATISTIC"),
         (["--json", "no/such/folder/r.json"], "is not a folder"),
     ],
 )

@@ -60,6 +60,7 @@ def test_ttft_and_latency_start_at_the_real_send() -> None:
     assert summary.latency_s == distribution([2.5, 2.0])
     assert summary.send_lag_s == distribution([0.0, 0.25])
     assert summary.normalized_latency_s == distribution([2.5 / 3, 2.0 / 4])
+    assert summary.normalized_latency_all_s == distribution([2.5 / 13, 2.0 / 14])
 
 
 def test_several_tokens_in_a_chunk_weigh_in_itl_and_not_in_the_gap() -> None:
@@ -97,6 +98,13 @@ def test_a_window_counts_the_tokens_that_arrive_in_it_whoever_they_are_for() -> 
 def test_tokens_without_an_engine_are_unreported() -> None:
     summary = summarize([make_record(Chunk(1.0, 2), Chunk(2.0, 1, "cpu"))])
     assert summary.tokens_by_engine == {"cpu": 1, "unreported": 2}
+
+
+def test_lengths_are_those_asked_for_in_percentiles() -> None:
+    lengths = summarize([STEADY, BUNDLED, BROKEN]).lengths  # 3, 5 and 4 tokens were wanted
+    assert len(lengths.output_tokens) == len(lengths.prompt_tokens) == 101
+    assert lengths.output_tokens[::50] == [3.0, 4.0, 5.0]
+    assert set(lengths.prompt_tokens) == {10.0}
 
 
 def test_percentiles_are_numpys() -> None:

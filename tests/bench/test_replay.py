@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -57,3 +58,11 @@ def test_a_request_that_fails_is_recorded_and_stops_no_other() -> None:
     records = asyncio.run(replay(LOAD, refuse, seconds=60.0))
     assert [record.error for record in records] == [None, "no room", None]
     assert not any(record.cut for record in records)
+
+
+def test_second_0_may_be_a_moment_that_several_clients_agreed_on() -> None:
+    load = [LoadRequest(4, 3, arrival_s) for arrival_s in (0.0, 99.0)]
+    long_ago = time.perf_counter() - 100.0
+    records = asyncio.run(replay(load, speak, start=long_ago))
+    assert all(record.sent_s >= 100.0 for record in records)
+    assert asyncio.run(replay(LOAD, speak, start=long_ago, seconds=50.0))[1].cut

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -29,6 +31,15 @@ def test_decoupled_scheduling_adds_most_and_stalls_no_stream() -> None:
     assert max(gpu_only[rate], gated[rate]) < dualpace[rate]
     assert dualpace["itl_s"]["max"] < 2 < gated["itl_s"]["max"]
     assert dualpace["ttft_s"]["p99"] < gpu_only["ttft_s"]["p99"]
+
+
+def test_a_sweep_gives_the_rate_up_to_which_a_target_is_met() -> None:
+    result = report("--policy", "gpu-only", "--rates", "1,3,9", "--target", "ttft_s.p99=4")
+    p99 = [each["ttft_s"]["p99"] for each in result["sweep"]]
+    assert all(each["simulated"] and each["host_kv_tokens"] == 0 for each in result["sweep"])
+    found = result["sustainable"]
+    assert found["rate"] == pytest.approx(np.interp(4.0, p99, [1.0, 3.0, 9.0]))
+    assert found["verdict"] == "interpolated"
 
 
 def test_a_faster_host_gives_more_and_a_hopeless_one_is_left_alone() -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import resource
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,12 +78,14 @@ async def replay(
     max_concurrency: int | None = None,
     seconds: float | None = None,
     stop: asyncio.Event | None = None,
+    begin: Callable[[], Awaitable[float]] | None = None,
     silence_timeout_s: float = 600.0,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> list[RequestRecord]:
     """`bench.replay.replay` against a server.
 
-    prompts: token ids, one list per request. A request that the server leaves without a byte for
+    prompts: token ids, one list per request. begin: awaited once all is prepared; gives the moment
+    of `time.perf_counter` that is second 0. A request that the server leaves without a byte for
     `silence_timeout_s` counts as failed.
     """
     _allow_open_files(len(load) + 256)
@@ -117,6 +119,7 @@ async def replay(
             max_concurrency=max_concurrency,
             seconds=seconds,
             stop=stop,
+            start=await begin() if begin else None,
             on_progress=on_progress,
         )
 

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualpace.bench.record import RequestRecord
-
-UNREPORTED = "unreported"  # key of tokens whose chunk names no engine
+from dualpace.bench.record import UNREPORTED, RequestRecord
+from dualpace.bench.timeline import Timeline, make_timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,14 @@ class WindowSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class Lengths:
+    """The 0th to 100th percentile of the tokens asked for, of all requests; empty without any."""
+
+    prompt_tokens: list[float]
+    output_tokens: list[float]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """Everything one replay tells. Rates are per second over `duration_s`, times are seconds."""
 
@@ -77,9 +84,12 @@ class Summary:
     itl_s: Distribution
     chunk_gap_s: Distribution
     tpot_s: Distribution
-    normalized_latency_s: Distribution
+    normalized_latency_s: Distribution  # latency divided by output tokens (Orca's and vLLM's)
+    normalized_latency_all_s: Distribution  # divided by prompt and output tokens
     latency_s: Distribution
     send_lag_s: Distribution  # real send minus intended send, all requests
+    lengths: Lengths
+    timeline: Timeline
     window: WindowSummary | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,9 +129,14 @@ def summarize(
         itl_s=distribution(np.repeat(gaps / gap_tokens, gap_tokens)),
         chunk_gap_s=distribution(gaps),
         tpot_s=distribution(record.tpot_s for record in good),
-        normalized_latency_s=distribution(_normalized_latency(record) for record in good),
+        normalized_latency_s=distribution(_per_token(record, 0) for record in good),
+        normalized_latency_all_s=distribution(
+            _per_token(record, record.prompt_tokens) for record in good
+        ),
         latency_s=distribution(record.latency_s for record in good),
         send_lag_s=distribution(record.sent_s - record.request.arrival_s for record in records),
+        lengths=_lengths(records),
+        timeline=make_timeline(records),
         window=None if window is None else summarize_window(records, *window),
     )
 
@@ -190,10 +205,18 @@ def _gaps(
     return np.array(gaps, dtype=np.float64), np.array(tokens, dtype=np.int64)
 
 
-def _normalized_latency(record: RequestRecord) -> float | None:
-    """End-to-end latency divided by output tokens (Orca's and vLLM's measure)."""
+def _per_token(record: RequestRecord, prompt_tokens: int) -> float | None:
+    """End-to-end latency divided by output tokens and so many of the prompt."""
     latency = record.latency_s
-    return None if latency is None else latency / record.output_tokens
+    return None if latency is None else latency / (record.output_tokens + prompt_tokens)
+
+
+def _lengths(records: Sequence[RequestRecord]) -> Lengths:
+    asked = [(record.request.prompt_tokens, record.request.output_tokens) for record in records]
+    if not asked:
+        return Lengths([], [])
+    prompts, outputs = np.percentile(asked, range(101), axis=0).T.tolist()
+    return Lengths(prompts, outputs)
 
 
 def _duration(records: Sequence[RequestRecord]) -> float | None:

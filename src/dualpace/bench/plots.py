@@ -73,7 +73,7 @@ def plot_tokens(path: Path, records: Sequence[RequestRecord], circumstances: Cir
         loc="left", fontsize=11, color=TOTAL_COLOR, wrap=True,
     )  # fmt: skip
     figure.supxlabel(
-        f"measured {circumstances.date} on {circumstances.hardware}",
+        circumstances.origin,
         x=0.01, ha="left", fontsize=8, color=MUTED_COLOR,
     )  # fmt: skip
     figure.savefig(path)

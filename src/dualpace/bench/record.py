@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from dualpace.bench.load import LoadRequest
 
+UNREPORTED = "unreported"  # for "engine" where tokens are counted and their chunk names none
+
 
 class Chunk(NamedTuple):
     """One streamed event that carried tokens. `engine` is None where the server names none."""
@@ -27,6 +29,7 @@ class RequestRecord:
     client was late or a concurrency limit held it back. `estimated` is set where the server told
     only the total of tokens, and the tokens of single chunks are a guess. `error` is None for a
     request that did not fail. `cut` is set where the replay was ended before the answer was.
+    `index` is its place in the load.
     """
 
     request: LoadRequest
@@ -38,6 +41,7 @@ class RequestRecord:
     estimated: bool = False
     error: str | None = None
     cut: bool = False
+    index: int = 0
 
     @property
     def ok(self) -> bool:

@@ -32,12 +32,13 @@ class Progress:
 class Tally:
     """The replay's clock, and counts for the progress callback.
 
-    The callback is called at most every PROGRESS_INTERVAL_S, and at the end of each request.
+    start: the moment of `time.perf_counter` that is second 0. The callback is called at most every
+    PROGRESS_INTERVAL_S, and at the end of each request.
     """
 
-    def __init__(self, callback: Callable[[Progress], None] | None) -> None:
+    def __init__(self, start: float, callback: Callable[[Progress], None] | None) -> None:
         self.sent = self.finished = self.failed = self.tokens = 0
-        self._start = time.perf_counter()
+        self._start = start
         self._callback = callback
         self._next_s = 0.0
 
@@ -73,14 +74,16 @@ async def replay(
     max_concurrency: int | None = None,
     seconds: float | None = None,
     stop: asyncio.Event | None = None,
+    start: float | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> list[RequestRecord]:
     """Send every request at its arrival time; a record of each that was sent, in `load`'s order.
 
     After `seconds`, or once `stop` is set, nothing more is sent, and what is under way is cut off.
-    A failing request never stops the others.
+    A failing request never stops the others. start: the moment of `time.perf_counter` that is
+    second 0, by default now.
     """
-    tally = Tally(on_progress)
+    tally = Tally(time.perf_counter() if start is None else start, on_progress)
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     records: list[RequestRecord | None] = [None] * len(load)
 
@@ -89,7 +92,12 @@ async def replay(
         await asyncio.sleep(asked.arrival_s - tally.now())
         async with gate:
             record = RequestRecord(
-                asked, sent_s=tally.now(), end_s=0.0, prompt_tokens=asked.prompt_tokens, cut=True
+                asked,
+                sent_s=tally.now(),
+                end_s=0.0,
+                prompt_tokens=asked.prompt_tokens,
+                cut=True,
+                index=index,
             )
             records[index] = record
             tally.sent += 1
@@ -106,7 +114,8 @@ async def replay(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(index)) for index in range(len(load))]
         if seconds is not None or stop is not None:
-            ending = group.create_task(_end(tasks, seconds, stop or asyncio.Event()))
+            left = None if seconds is None else seconds - tally.now()
+            ending = group.create_task(_end(tasks, left, stop or asyncio.Event()))
             await asyncio.wait(tasks)
             ending.cancel()
     return [record for record in records if record is not None]

@@ -6,25 +6,19 @@ Computes nothing: the numbers are `metrics`'.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from dualpace.bench.metrics import (
-    UNREPORTED,
-    Distribution,
-    Summary,
-    WindowSummary,
-    tokens_by_engine,
-)
-from dualpace.bench.record import RequestRecord
+from dualpace.bench.metrics import Distribution, Summary, WindowSummary, tokens_by_engine
+from dualpace.bench.record import UNREPORTED, RequestRecord
 
 CSV_COLUMNS = (
-    "index", "arrival_s", "sent_s", "end_s", "prompt_tokens", "requested_tokens",
+    "request_rate", "index", "arrival_s", "sent_s", "end_s", "prompt_tokens", "requested_tokens",
     "output_tokens", "gpu_tokens", "cpu_tokens", "ttft_s", "tpot_s", "latency_s",
     "finish_reason", "error",
 )  # fmt: skip
@@ -34,7 +28,9 @@ CSV_COLUMNS = (
 class Circumstances:
     """What a number is worth nothing without: what was measured, on what, when, under which load.
 
-    `date` is ISO 8601; `hardware` and `load` are free text.
+    `date` is ISO 8601; `hardware`, `load` and `version` (of DualPace, with its commit) are free
+    text. `label` names what was compared, a policy or another server; `source` is where the lengths
+    come from; `request_rate` is in requests per second, None where all came at once or as traced.
     """
 
     model: str
@@ -42,27 +38,29 @@ class Circumstances:
     hardware: str
     date: str
     load: str
+    version: str
+    label: str | None = None
+    source: str | None = None
+    request_rate: float | None = None
+    simulated: bool = False
+
+    @property
+    def origin(self) -> str:
+        """ "measured DATE on HARDWARE, DualPace VERSION", or "simulated …"."""
+        verb = "simulated" if self.simulated else "measured"
+        return f"{verb} {self.date} on {self.hardware}, DualPace {self.version}"
 
 
 def report_dict(circumstances: Circumstances, summary: Summary) -> dict[str, Any]:
     """Circumstances and summary in one dict of plain JSON values."""
-    return {
-        "model": circumstances.model,
-        "base_url": circumstances.base_url,
-        "hardware": circumstances.hardware,
-        "date": circumstances.date,
-        "load": circumstances.load,
-        **summary.to_dict(),
-    }
+    return asdict(circumstances) | summary.to_dict()
 
 
 def report_table(circumstances: Circumstances, summary: Summary) -> Table:
     """Counts, throughput, tokens by engine, and the latencies with their percentiles."""
     table = Table(
         title=escape(f"{circumstances.model}: {circumstances.load}"),
-        caption=escape(
-            f"measured {circumstances.date} on {circumstances.hardware}; times from the real send"
-        ),
+        caption=escape(f"{circumstances.origin}; times from the real send"),
         title_justify="left",
         caption_justify="left",
     )
@@ -89,8 +87,9 @@ def report_table(circumstances: Circumstances, summary: Summary) -> Table:
     _add_times(table, "TTFT", summary.ttft_s)
     _add_times(table, "ITL", summary.itl_s)
     _add_times(table, "chunk gap", summary.chunk_gap_s)
-    _add_times(table, "TPOT", summary.tpot_s)
-    _add_times(table, "normalized latency", summary.normalized_latency_s)
+    _add_times(table, f"TPOT ({summary.tpot_s.count} requests)", summary.tpot_s)
+    _add_times(table, "latency / output tokens", summary.normalized_latency_s)
+    _add_times(table, "latency / all tokens", summary.normalized_latency_all_s)
     _add_times(table, "latency", summary.latency_s)
     _add_times(table, "send lag of client", summary.send_lag_s)
     if summary.window:
@@ -98,16 +97,52 @@ def report_table(circumstances: Circumstances, summary: Summary) -> Table:
     return table
 
 
-def write_csv(path: Path, records: Iterable[RequestRecord]) -> None:
-    """One line per request, `CSV_COLUMNS`; what is undefined is empty."""
+def sweep_table(rows: Sequence[tuple[Circumstances, Summary]]) -> Table:
+    """A line for each request rate: throughput, and the latencies that a target is set for."""
+    first = rows[0][0]
+    table = Table(
+        title=escape(f"{first.model}: {first.source or 'requests'}, by request rate"),
+        caption=escape(f"{first.origin}; times from the real send"),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in (
+        "req/s", "answered", "output tok/s", "total tok/s", "CPU engine", "latency / output token",
+        "TTFT p50", "p99", "ITL p50", "p99", "TPOT",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for circumstances, summary in rows:
+        rate = circumstances.request_rate
+        by_engine = summary.tokens_by_engine
+        share = by_engine.get("cpu", 0) / summary.output_tokens if summary.output_tokens else 0.0
+        table.add_row(
+            "inf" if rate is None else f"{rate:g}",
+            f"{summary.succeeded} of {summary.requests}",
+            _number(summary.output_tokens_per_s),
+            _number(summary.total_tokens_per_s),
+            f"{share:.0%}" if set(by_engine) - {UNREPORTED} else "–",
+            _seconds(summary.normalized_latency_s.mean),
+            _seconds(summary.ttft_s.p50),
+            _seconds(summary.ttft_s.p99),
+            _seconds(summary.itl_s.p50),
+            _seconds(summary.itl_s.p99),
+            _seconds(summary.tpot_s.mean),
+        )
+    return table
+
+
+def write_csv(path: Path, replays: Iterable[tuple[float | None, Iterable[RequestRecord]]]) -> None:
+    """One line per request of replays at a rate each, `CSV_COLUMNS`; what is undefined is empty."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(CSV_COLUMNS)
-        for index, record in enumerate(records):
+        for rate, index, record in (
+            (rate, *numbered) for rate, records in replays for numbered in enumerate(records)
+        ):
             by_engine = tokens_by_engine([record])
             writer.writerow(
                 (
-                    index, record.request.arrival_s, record.sent_s, record.end_s,
+                    rate, index, record.request.arrival_s, record.sent_s, record.end_s,
                     record.prompt_tokens, record.request.output_tokens, record.output_tokens,
                     by_engine.get("gpu", 0), by_engine.get("cpu", 0),
                     record.ttft_s, record.tpot_s, record.latency_s,

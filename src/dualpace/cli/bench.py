@@ -6,23 +6,27 @@ Chooses and composes; what is shared with the other replays is in `cli.replays`.
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
 
-from dualpace.bench.client import ServedModel, ServerError, ask_models, replay
+from dualpace.bench.client import ServedModel, ServerError, ask_models
+from dualpace.bench.clients import Clients, default_clients
 from dualpace.bench.hardware import describe_machine
+from dualpace.bench.provenance import describe_version
 from dualpace.bench.report import Circumstances
 from dualpace.cli.bench_assist import assist
 from dualpace.cli.bench_kernels import kernels
 from dualpace.cli.bench_offline import offline
 from dualpace.cli.errors import explained
+from dualpace.cli.load_flags import LoadFlags
 from dualpace.cli.options import takes_options
-from dualpace.cli.replays import LoadFlags, Measurement, PaceFlags, ReportFlags, today
+from dualpace.cli.replays import Measurement, PaceFlags, today
+from dualpace.cli.reports import Hardware, Outcome, ReportFlags, publish
 
+TOO_BUSY = 0.7  # part of the time for which a client may work before it is part of the measurement
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 bench_app = typer.Typer(
@@ -54,31 +58,54 @@ def serve(
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds without a byte after which a request failed.")
     ] = 600.0,
+    clients: Annotated[
+        int | None,
+        typer.Option(min=1, help="Client processes. (default: by the load and this machine)"),
+    ] = None,
+    hardware: Hardware = None,
 ) -> None:
     """Replay a load against /v1/completions; print a table, and a JSON line last.
+
+    --max-concurrency is divided among the client processes.
 
     Exits with 1 if no request succeeded. Ctrl-C ends the replay and reports what there is.
     """
     errors = Console(stderr=True)
     with explained(code=2):
-        files.check()
+        loads = load_flags.build()
+        files.check(loads)
         pace.check()
-        load = load_flags.build()
         served = _choose_model(base_url, model)
         limit = max_model_len or served.max_model_len
-        if limit:
-            load = load.clipped(limit)
-        circumstances = Circumstances(
-            model=served.id,
-            base_url=base_url,
-            hardware=files.hardware or _hardware_of(base_url),
-            date=today(),
-            load=load.text + pace.text,
-        )
-        measurement = Measurement(load, pace, vocab_size, load_flags.seed)
-        send = partial(replay, base_url, served.id, silence_timeout_s=timeout)
-        asyncio.run(measurement.run(send, errors))
-    measurement.report(circumstances, files, errors)
+        outcomes: list[Outcome] = []
+        for load in loads:
+            if limit:
+                load = load.clipped(limit)
+            count = clients or default_clients(load.requests)
+            sender = Clients(count, base_url, served.id, silence_timeout_s=timeout)
+            circumstances = Circumstances(
+                model=served.id,
+                base_url=base_url,
+                hardware=hardware or _hardware_of(base_url),
+                date=today(),
+                load=load.text + pace.text,
+                version=describe_version(),
+                label=files.label,
+                source=load.source,
+                request_rate=load.request_rate,
+            )
+            measurement = Measurement(load, pace, vocab_size, load_flags.seed)
+            asyncio.run(measurement.run(sender, errors))
+            if sender.busiest > TOO_BUSY:
+                errors.print(
+                    f"[yellow]The client was busy for {sender.busiest:.0%} of the time and is "
+                    "part of what was measured: raise --clients.[/]"
+                )
+            extra = {"clients": count, "client_busy": sender.busiest}
+            outcomes.append(Outcome(circumstances, measurement.records, measurement.window, extra))
+            if measurement.interrupted:
+                break
+    publish(outcomes, files, errors, is_sweep=len(loads) > 1, interrupted=measurement.interrupted)
 
 
 bench_app.command()(offline)

@@ -18,14 +18,17 @@ from rich.console import Console
 
 from dualpace.bench.hardware import describe_machine
 from dualpace.bench.load import LoadRequest
+from dualpace.bench.provenance import describe_version
 from dualpace.bench.record import Chunk, RequestRecord
 from dualpace.bench.replay import Progress, Tally
 from dualpace.bench.replay import replay as replay_load
 from dualpace.bench.report import Circumstances
 from dualpace.cli.errors import explained
+from dualpace.cli.load_flags import Load, LoadFlags
 from dualpace.cli.logs import level_of, set_up_logging
 from dualpace.cli.options import MODEL_HELP, EngineFlags, LogLevel, takes_options
-from dualpace.cli.replays import Load, LoadFlags, Measurement, PaceFlags, ReportFlags, today
+from dualpace.cli.replays import Measurement, PaceFlags, today
+from dualpace.cli.reports import Hardware, Outcome, ReportFlags, publish
 from dualpace.core.config import EngineOptions
 from dualpace.core.messages import CPU, GPU
 from dualpace.core.sampling import SamplingParams
@@ -45,6 +48,7 @@ def offline(
     files: ReportFlags,
     engines: EngineFlags,
     log_level: LogLevel = "warning",
+    hardware: Hardware = None,
 ) -> None:
     """Replay a load against engines in this program; print a table, and a JSON line last.
 
@@ -55,28 +59,46 @@ def offline(
     set_up_logging(level_of(log_level))
     errors = Console(stderr=True)
     with explained(code=2):
-        files.check()
+        loads = load_flags.build()
+        files.check(loads)
         pace.check()
-        load = load_flags.build()
         if engines.tokenizer is None and not has_tokenizer(resolve(model)):
             engines = dataclasses.replace(engines, skip_tokenizer_init=True)
         options = engines.options(model)
-        measurement, facts = asyncio.run(_measure(options, load, pace, errors))
+        measurements, facts = asyncio.run(_measure(options, loads, pace, errors))
     rooms = f"KV room {facts['gpu_kv_tokens']} + {facts['host_kv_tokens']}"
-    circumstances = Circumstances(
-        model=options.served_model_name or model,
-        base_url="",
-        hardware=files.hardware or describe_machine(),
-        date=today(),
-        load=f"{measurement.load.text}{pace.text}; {options.policy}, {rooms}",
+    outcomes = [
+        Outcome(
+            Circumstances(
+                model=options.served_model_name or model,
+                base_url="",
+                hardware=hardware or describe_machine(),
+                date=today(),
+                load=f"{measurement.load.text}{pace.text}; {options.policy}, {rooms}",
+                version=describe_version(),
+                label=files.label or options.policy,
+                source=measurement.load.source,
+                request_rate=measurement.load.request_rate,
+            ),
+            measurement.records,
+            measurement.window,
+            facts,
+        )
+        for measurement in measurements
+    ]
+    publish(
+        outcomes,
+        files,
+        errors,
+        is_sweep=len(loads) > 1,
+        interrupted=measurements[-1].interrupted,
     )
-    measurement.report(circumstances, files, errors, facts)
 
 
 async def _measure(
-    options: EngineOptions, load: Load, pace: PaceFlags, console: Console
-) -> tuple[Measurement, dict[str, Any]]:
-    """The measurement, and what it was measured on."""
+    options: EngineOptions, loads: Sequence[Load], pace: PaceFlags, console: Console
+) -> tuple[list[Measurement], dict[str, Any]]:
+    """A measurement of each load up to Ctrl-C, and what they were measured on."""
     with console.status("starting the engines"):
         server = await Server.start(options)
     try:
@@ -90,13 +112,18 @@ async def _measure(
             "host_kv_tokens": frontend.kv_tokens.get(CPU, 0),
             "detokenized": not options.skip_tokenizer_init,
         }
-        load = load.clipped(frontend.longest)
-        facts["roof"] = _roof(server, load, console)
-        measurement = Measurement(load, pace, server.spec.vocab_size, options.seed)
-        await measurement.run(partial(replay_in_process, frontend), console)
+        loads = [load.clipped(frontend.longest) for load in loads]
+        facts["roof"] = _roof(server, loads[0], console)  # a sweep's loads are equally long
+        measurements = []
+        for load in loads:
+            measurement = Measurement(load, pace, server.spec.vocab_size, options.seed)
+            measurements.append(measurement)
+            await measurement.run(partial(replay_in_process, frontend), console)
+            if measurement.interrupted:
+                break
     finally:
         await server.close()
-    return measurement, facts
+    return measurements, facts
 
 
 def _roof(server: Server, load: Load, console: Console) -> dict[str, float] | None:

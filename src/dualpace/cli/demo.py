@@ -30,6 +30,7 @@ from dualpace.bench.hardware import describe_machine
 from dualpace.bench.load import AZURE_CONV_2023, LengthModel, draw_prompts
 from dualpace.bench.metrics import Summary, summarize
 from dualpace.bench.plots import plot_tokens
+from dualpace.bench.provenance import describe_version
 from dualpace.bench.report import Circumstances, report_table
 from dualpace.cli.errors import explained
 from dualpace.cli.replays import print_failures, progress_bar, today
@@ -180,6 +181,7 @@ def _replay(console: Console, base_url: str, model: str) -> Summary:
         hardware=describe_machine(),
         date=today(),
         load=f"{len(load)} requests at once, {GPU_KV_TOKENS} tokens of GPU KV",
+        version=describe_version(),
     )
     print_failures(console, summary.failures)
     console.print(report_table(circumstances, summary))

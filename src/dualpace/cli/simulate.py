@@ -6,19 +6,19 @@ one line of JSON last, both as from `dualpace bench serve` and marked as simulat
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from dualpace.bench.metrics import summarize
-from dualpace.bench.report import Circumstances, report_dict, report_table
+from dualpace.bench.provenance import describe_version
+from dualpace.bench.report import Circumstances
 from dualpace.cli.errors import explained
-from dualpace.cli.options import JsonFile, require_folders, takes_options
-from dualpace.cli.replays import LoadFlags, today
+from dualpace.cli.load_flags import LoadFlags
+from dualpace.cli.options import takes_options
+from dualpace.cli.replays import today
+from dualpace.cli.reports import Outcome, ReportFlags, publish
 from dualpace.core.config import PolicyName
 from dualpace.core.errors import ConfigError
 from dualpace.profile.shipped import open_profile, shipped_names
@@ -37,6 +37,7 @@ def simulate(
         ),
     ],
     load_flags: LoadFlags,
+    files: ReportFlags,
     policy: Annotated[
         str, typer.Option(help="dualpace, gpu-only, or gated (NEO's published scheduling).")
     ] = "dualpace",
@@ -74,13 +75,12 @@ def simulate(
     assist: Annotated[
         bool, typer.Option(help="Let the GPU do dense work for the CPU engine where that pays.")
     ] = True,
-    json_file: JsonFile = None,
 ) -> None:
     """Run a load against a simulated server of the measured speed; print a table, and JSON last."""
     errors = Console(stderr=True)
     with explained(code=2):
-        require_folders(json_file)
-        load = load_flags.build()
+        loads = load_flags.build()
+        files.check(loads)
         name = _policy_name(policy)
         given = {
             "gpu_kv_tokens": gpu_kv_tokens,
@@ -105,43 +105,45 @@ def simulate(
         room = machine.largest_request(name)
         if room < 2:
             raise ConfigError("there is no KV room: set --gpu-kv-tokens or --host-kv-tokens")
-        load = load.clipped(room)
+        loads = [load.clipped(room) for load in loads]
         page_tokens = profile.fingerprint.page_tokens
-        host_pages = 0 if name == "gpu-only" else machine.host_pages
-        rooms = f"KV room {machine.gpu_pages * page_tokens} + {host_pages * page_tokens}"
-        with errors.status(f"simulating {len(load.requests)} requests"):
-            records, durations = machine.replay(
-                load.requests, machine.policy(name, rules, gpu_itl_target), max_num_batched_tokens
+        gpu_tokens = machine.gpu_pages * page_tokens
+        host_tokens = 0 if name == "gpu-only" else machine.host_pages * page_tokens
+        outcomes = []
+        for load in loads:
+            with errors.status(f"simulating {len(load.requests)} requests"):
+                records, durations = machine.replay(
+                    load.requests,
+                    machine.policy(name, rules, gpu_itl_target),
+                    max_num_batched_tokens,
+                )
+            circumstances = Circumstances(
+                model=f"{profile.model} (simulated)",
+                base_url="",
+                hardware=profile.fingerprint.hardware,
+                date=today(),
+                load=f"{load.text}; {policy}, KV room {gpu_tokens} + {host_tokens}",
+                version=describe_version(),
+                label=files.label or policy,
+                source=load.source,
+                request_rate=load.request_rate,
+                simulated=True,
             )
-    circumstances = Circumstances(
-        model=f"{profile.model} (simulated)",
-        base_url="",
-        hardware=f"simulated {profile.fingerprint.hardware}",
-        date=today(),
-        load=f"{load.text}; {policy}, {rooms}",
-    )
-    summary = summarize(records)
-    table = report_table(circumstances, summary)
-    table.caption = escape(
-        f"simulated from a profile of {profile.date} on {profile.fingerprint.hardware}; "
-        f"{durations.extrapolated} of {durations.steps} steps beyond what was measured"
-        + (f"\n{profile.note}" if profile.note else "")
-    )
-    report: dict[str, Any] = {
-        "simulated": True,
-        "policy": policy,
-        "profile_note": profile.note,
-        "extrapolated_steps": durations.extrapolated,
-        "steps": durations.steps,
-        **report_dict(circumstances, summary),
-    }
-    line = json.dumps(report, allow_nan=False)
-    if json_file:
-        json_file.write_text(line + "\n", encoding="utf-8")
-    Console().print(table)
-    typer.echo(line)
-    if not summary.succeeded:
-        raise typer.Exit(1)
+            extra = {
+                "policy": policy,
+                "gpu_kv_tokens": gpu_tokens,
+                "host_kv_tokens": host_tokens,
+                "profile_note": profile.note,
+                "extrapolated_steps": durations.extrapolated,
+                "steps": durations.steps,
+            }
+            caption = (
+                f"simulated from a profile of {profile.date} on {profile.fingerprint.hardware}; "
+                f"{durations.extrapolated} of {durations.steps} steps beyond what was measured"
+                + (f"\n{profile.note}" if profile.note else "")
+            )
+            outcomes.append(Outcome(circumstances, records, extra=extra, caption=caption))
+    publish(outcomes, files, errors, is_sweep=len(loads) > 1)
 
 
 def _policy_name(policy: str) -> PolicyName:
