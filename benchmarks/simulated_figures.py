@@ -3,10 +3,10 @@
     python benchmarks/simulated_figures.py --trace AzureLLMInferenceTrace_conv.csv
 
 One row for each policy and request rate: output rate, normalized latency, TTFT and ITL at their
-tails, and the longest that a stream stood still; JSON last. `gated` counts NEO's 0.8 ms for a
-launch in each layer; `gated-free` counts none, which is the best that gating could be (neither is
-charged for launches); `dualpace-local` has no help from the GPU. By default on a modelled RTX 4090
-with a 12-core Xeon: ratios, not times, are what it can tell.
+tails, and the longest that a stream stood still; JSON last, for `dualpace bench figures`. `gated`
+counts NEO's 0.8 ms for a launch in each layer; `gated-free` counts none, which is the best that
+gating could be (neither is charged for launches); `dualpace-local` has no help from the GPU. By
+default on a modelled RTX 4090 with a 12-core Xeon: ratios, not times, are what it can tell.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from dualpace.bench.load import (
     read_azure_csv,
 )
 from dualpace.bench.metrics import summarize
+from dualpace.bench.provenance import describe_version
+from dualpace.bench.report import Circumstances, report_dict
+from dualpace.cli.replays import today
 from dualpace.policy.gated import GatedPolicy
 from dualpace.policy.view import Policy
 from dualpace.profile.shipped import open_profile, shipped_names
@@ -52,13 +55,14 @@ def main() -> None:
 
     profile = what_if(open_profile(args.profile), args.what_if)
     if args.trace:
-        lengths = read_azure_csv(args.trace, args.num_requests)
+        lengths, source = read_azure_csv(args.trace, args.num_requests), args.trace.name
     else:
+        source = "log-normal lengths of Azure-conv 2023"
         lengths = AZURE_CONV_2023.generate(args.num_requests, seed=0)
     most = min(args.max_model_len, Machine(profile).largest_request("gated"))
     lengths, clipped = clip_lengths(lengths, most)
     results = [
-        measure(profile, name, arriving(lengths, rate), args.max_tokens) | {"rate": rate}
+        measure(profile, name, source, rate, lengths, args.max_tokens)
         for rate in map(float, args.rates.split(","))
         for name in POLICIES
         if policy_of(Machine(profile), name) is not None
@@ -70,13 +74,7 @@ def main() -> None:
         markup=False, highlight=False,
     )  # fmt: skip
     console.print(table(results))
-    report = {
-        "simulated": True,
-        "profile": args.profile,
-        "profile_note": profile.note,
-        "results": [row | {"rate": str(row["rate"])} for row in results],
-    }
-    line = json.dumps(report, allow_nan=False)
+    line = json.dumps({"sweep": results}, allow_nan=False)
     if args.json:
         args.json.write_text(line + "\n")
     print(line)
@@ -103,40 +101,64 @@ def policy_of(machine: Machine, name: str) -> Policy | None:
     return local.policy("dualpace", local.host_rules())
 
 
-def measure(profile: Any, name: str, load: list[LoadRequest], max_tokens: int) -> dict[str, Any]:
+def measure(
+    profile: Any, name: str, source: str, rate: float, lengths: list[LoadRequest], max_tokens: int
+) -> dict[str, Any]:
+    """A report as of `dualpace simulate`."""
     machine = Machine(profile)
     policy = policy_of(machine, name)
     assert policy is not None
-    summary = summarize(machine.replay(load, policy, max_tokens)[0])
+    summary = summarize(machine.replay(arriving(lengths, rate), policy, max_tokens)[0])
     assert not summary.failed, summary.failures
-    return {
-        "policy": name,
-        "output_tok_s": summary.output_tokens_per_s,
-        "normalized_latency_ms": 1e3 * (summary.normalized_latency_s.mean or 0.0),
-        "latency_p99_s": summary.latency_s.p99,
-        "ttft_p50_s": summary.ttft_s.p50,
-        "ttft_p99_s": summary.ttft_s.p99,
-        "itl_p50_ms": 1e3 * (summary.itl_s.p50 or 0.0),
-        "itl_p99_ms": 1e3 * (summary.itl_s.p99 or 0.0),
-        "stall_s": summary.itl_s.max,
+    timing = "all at once" if math.isinf(rate) else f"Poisson at {rate:g}/s"
+    circumstances = Circumstances(
+        model=f"{profile.model} (simulated)",
+        base_url="",
+        hardware=profile.fingerprint.hardware,
+        date=today(),
+        load=f"{len(lengths)} requests, {source}, {timing}; {name}",
+        version=describe_version(),
+        label=name,
+        source=source,
+        request_rate=None if math.isinf(rate) else rate,
+        simulated=True,
+    )
+    rooms = {
+        "gpu_kv_tokens": profile.gpu_kv_tokens,
+        "host_kv_tokens": 0 if name == "gpu-only" else profile.host_kv_tokens,
     }
+    return (
+        {"policy": name, "profile_note": profile.note} | rooms | report_dict(circumstances, summary)
+    )
 
 
-def table(results: list[dict[str, Any]]) -> Table:
+def table(reports: list[dict[str, Any]]) -> Table:
     made = Table(title="simulated", title_justify="left")
-    columns = {
-        "rate": "req/s", "policy": "policy", "output_tok_s": "output tok/s",
-        "normalized_latency_ms": "norm. ms/tok", "latency_p99_s": "latency p99 s",
-        "ttft_p50_s": "TTFT p50 s", "ttft_p99_s": "p99", "itl_p50_ms": "ITL p50 ms",
-        "itl_p99_ms": "p99", "stall_s": "longest s",
-    }  # fmt: skip
-    for field, title in columns.items():
-        made.add_column(title, justify="left" if field == "policy" else "right")
-    base = {row["rate"]: row["output_tok_s"] for row in results if row["policy"] == "gpu-only"}
-    for row in results:
-        cells = [row[f] if isinstance(row[f], str) else f"{row[f]:.3g}" for f in columns]
-        cells[2] = f"{row['output_tok_s']:.0f} ({row['output_tok_s'] / base[row['rate']]:.2f}×)"
-        made.add_row(*cells, end_section=row["policy"] == POLICIES[-1])
+    for title in (
+        "req/s", "policy", "output tok/s", "norm. ms/tok", "latency p99 s", "TTFT p50 s", "p99",
+        "ITL p50 ms", "p99", "longest s",
+    ):  # fmt: skip
+        made.add_column(title, justify="left" if title == "policy" else "right")
+    base = {
+        each["request_rate"]: each["output_tokens_per_s"]
+        for each in reports
+        if each["policy"] == "gpu-only"
+    }
+    for each in reports:
+        rate, output = each["request_rate"], each["output_tokens_per_s"]
+        itl = each["itl_s"]
+        times = (
+            1e3 * each["normalized_latency_s"]["mean"], each["latency_s"]["p99"],
+            each["ttft_s"]["p50"], each["ttft_s"]["p99"], 1e3 * itl["p50"], 1e3 * itl["p99"],
+            itl["max"],
+        )  # fmt: skip
+        made.add_row(
+            "inf" if rate is None else f"{rate:g}",
+            each["policy"],
+            f"{output:.0f} ({output / base[rate]:.2f}×)",
+            *(f"{value:.3g}" for value in times),
+            end_section=each["policy"] == POLICIES[-1],
+        )
     return made
 
 

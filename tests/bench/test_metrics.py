@@ -103,8 +103,8 @@ def test_tokens_without_an_engine_are_unreported() -> None:
 def test_lengths_are_those_asked_for_in_percentiles() -> None:
     lengths = summarize([STEADY, BUNDLED, BROKEN]).lengths  # 3, 5 and 4 tokens were wanted
     assert len(lengths.output_tokens) == len(lengths.prompt_tokens) == 101
-    assert lengths.output_tokens[::50] == [3.0, 4.0, 5.0]
-    assert set(lengths.prompt_tokens) == {10.0}
+    assert lengths.output_tokens[::50] == [3, 4, 5]
+    assert set(lengths.prompt_tokens) == {10}
 
 
 def test_percentiles_are_numpys() -> None:

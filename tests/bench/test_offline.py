@@ -83,6 +83,16 @@ def test_both_engines_are_measured_without_http_or_a_tokenizer(shape: str, tmp_p
     assert "TTFT" in result.stdout
 
 
+def test_a_sweep_keeps_the_engines_and_gives_a_report_for_each_rate(shape: str) -> None:
+    result = bench(shape, "--num-requests", "6", "--scale", "0.03", "--rates", "40,inf")
+    assert result.exit_code == 0, result.output
+    sweep = json.loads(result.stdout.splitlines()[-1])["sweep"]
+    assert [each["request_rate"] for each in sweep] == [40.0, None]
+    assert [each["succeeded"] for each in sweep] == [6, 6]
+    assert sweep[0]["output_tokens"] == sweep[1]["output_tokens"]
+    assert {each["label"] for each in sweep} == {"dualpace"}
+
+
 def test_ctrl_c_ends_with_what_was_measured(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def impatient(*_: object) -> Iterator[object]:

@@ -26,8 +26,8 @@ from dualpace.bench.record import RequestRecord
 from dualpace.bench.replay import Progress
 from dualpace.core.errors import DualPaceError
 
-# A streamed token took 160 µs of a client's CPU time with 4 streams at once, 30 µs with 256 (on an
-# AMD EPYC, 2 cores): with so many tokens a second a process is busy half of the time at most.
+# A streamed chunk took 160 µs of a client's CPU time with 4 streams at once and 31 with 256, on two
+# cores of an Intel Xeon: with so many tokens a second a process is busy half of the time at most.
 TOKENS_PER_S = 3000.0
 MAX_CLIENTS = 16
 LEAD_S = 0.05  # from the word to begin until second 0: all processes have heard it by then

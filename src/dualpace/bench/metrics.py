@@ -56,8 +56,8 @@ class WindowSummary:
 class Lengths:
     """The 0th to 100th percentile of the tokens asked for, of all requests; empty without any."""
 
-    prompt_tokens: list[float]
-    output_tokens: list[float]
+    prompt_tokens: list[int]
+    output_tokens: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _lengths(records: Sequence[RequestRecord]) -> Lengths:
     asked = [(record.request.prompt_tokens, record.request.output_tokens) for record in records]
     if not asked:
         return Lengths([], [])
-    prompts, outputs = np.percentile(asked, range(101), axis=0).T.tolist()
+    prompts, outputs = np.percentile(asked, range(101), axis=0, method="nearest").T.tolist()
     return Lengths(prompts, outputs)
 
 

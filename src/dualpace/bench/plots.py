@@ -1,7 +1,6 @@
 """The figure of a replay: tokens received over time, of all engines and of the CPU engine.
 
-Draws what the records hold and writes on it what was measured, where and when. matplotlib is
-imported when a figure is drawn, so that the command line starts without it.
+Draws what the records hold, to the token; `figures` draws from reports, to the second.
 """
 
 from __future__ import annotations
@@ -13,15 +12,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dualpace.bench.drawing import (
+    CPU_COLOR,
+    TOTAL_COLOR,
+    count_in_thousands,
+    make_figure,
+    save_figure,
+)
 from dualpace.bench.record import RequestRecord
 from dualpace.bench.report import Circumstances
 
-TOTAL_COLOR = "#22313f"
-CPU_COLOR = "#e4572e"
 # Colour, name, and on which side of the line's end the label stands: apart even where lines meet.
 TOTAL_STYLE = (TOTAL_COLOR, "all engines", "bottom")
 CPU_STYLE = (CPU_COLOR, "CPU engine", "top")
-MUTED_COLOR = "#6b7680"
 
 
 def cumulative_tokens(
@@ -44,12 +47,8 @@ def cumulative_tokens(
 
 def plot_tokens(path: Path, records: Sequence[RequestRecord], circumstances: Circumstances) -> None:
     """Write the figure to `path` (PNG, or what its suffix says)."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import StrMethodFormatter
-
-    # Without pyplot a figure needs no display and leaves no global state; a PNG is drawn by Agg.
-    figure = Figure(figsize=(8.0, 4.8), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
+    title = f"{circumstances.model}: {circumstances.load}"
+    figure, (axes,) = make_figure(title, circumstances.origin)
     end = max((record.end_s for record in records), default=0.0)
     times, tokens = cumulative_tokens(records)
     _draw(axes, times, tokens, end, TOTAL_STYLE)
@@ -64,19 +63,8 @@ def plot_tokens(path: Path, records: Sequence[RequestRecord], circumstances: Cir
     axes.set_ylim(0.0, tokens[-1] * 1.15 or 1.0)
     axes.set_xlabel("seconds since the first request")
     axes.set_ylabel("output tokens received, cumulative")
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e3e7ea", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_title(
-        f"{circumstances.model}: {circumstances.load}",
-        loc="left", fontsize=11, color=TOTAL_COLOR, wrap=True,
-    )  # fmt: skip
-    figure.supxlabel(
-        circumstances.origin,
-        x=0.01, ha="left", fontsize=8, color=MUTED_COLOR,
-    )  # fmt: skip
-    figure.savefig(path)
+    count_in_thousands(axes.yaxis)
+    save_figure(figure, path)
 
 
 def _draw(

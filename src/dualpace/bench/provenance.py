@@ -5,10 +5,9 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import dualpace
 from dualpace.core.version import __version__
 
-PACKAGE = Path(dualpace.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 
 
 def describe_commit() -> str | None:

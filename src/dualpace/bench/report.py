@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
@@ -98,35 +99,37 @@ def report_table(circumstances: Circumstances, summary: Summary) -> Table:
 
 
 def sweep_table(rows: Sequence[tuple[Circumstances, Summary]]) -> Table:
-    """A line for each request rate: throughput, and the latencies that a target is set for."""
+    """A line for each request rate: throughput, and the latencies that targets are set for; ms/tok
+    is the latency divided by output tokens."""
     first = rows[0][0]
     table = Table(
         title=escape(f"{first.model}: {first.source or 'requests'}, by request rate"),
         caption=escape(f"{first.origin}; times from the real send"),
         title_justify="left",
         caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for name in (
-        "req/s", "answered", "output tok/s", "total tok/s", "CPU engine", "latency / output token",
-        "TTFT p50", "p99", "ITL p50", "p99", "TPOT",
+        "req/s", "answered", "out\ntok/s", "CPU\nshare", "ms/tok\nmean", "TTFT ms\np50", "\np99",
+        "ITL ms\np50", "\np99", "TPOT ms\nmean",
     ):  # fmt: skip
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for circumstances, summary in rows:
         rate = circumstances.request_rate
         by_engine = summary.tokens_by_engine
         share = by_engine.get("cpu", 0) / summary.output_tokens if summary.output_tokens else 0.0
         table.add_row(
             "inf" if rate is None else f"{rate:g}",
-            f"{summary.succeeded} of {summary.requests}",
-            _number(summary.output_tokens_per_s),
-            _number(summary.total_tokens_per_s),
+            f"{summary.succeeded}/{summary.requests}",
+            "–" if summary.output_tokens_per_s is None else f"{summary.output_tokens_per_s:,.0f}",
             f"{share:.0%}" if set(by_engine) - {UNREPORTED} else "–",
-            _seconds(summary.normalized_latency_s.mean),
-            _seconds(summary.ttft_s.p50),
-            _seconds(summary.ttft_s.p99),
-            _seconds(summary.itl_s.p50),
-            _seconds(summary.itl_s.p99),
-            _seconds(summary.tpot_s.mean),
+            _milliseconds(summary.normalized_latency_s.mean),
+            _milliseconds(summary.ttft_s.p50),
+            _milliseconds(summary.ttft_s.p99),
+            _milliseconds(summary.itl_s.p50),
+            _milliseconds(summary.itl_s.p99),
+            _milliseconds(summary.tpot_s.mean),
         )
     return table
 
@@ -185,6 +188,13 @@ def _seconds(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.2f} s" if value >= 1.0 else f"{value * 1e3:.1f} ms"
+
+
+def _milliseconds(value: float | None) -> str:
+    """Without the unit, where columns are many."""
+    if value is None:
+        return "–"
+    return f"{value * 1e3:,.1f}" if value < 0.1 else f"{value * 1e3:,.0f}"
 
 
 def _number(value: float | None) -> str:

@@ -18,6 +18,7 @@ from dualpace.bench.hardware import describe_machine
 from dualpace.bench.provenance import describe_version
 from dualpace.bench.report import Circumstances
 from dualpace.cli.bench_assist import assist
+from dualpace.cli.bench_figures import figures
 from dualpace.cli.bench_kernels import kernels
 from dualpace.cli.bench_offline import offline
 from dualpace.cli.errors import explained
@@ -30,7 +31,7 @@ TOO_BUSY = 0.7  # part of the time for which a client may work before it is part
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 bench_app = typer.Typer(
-    help="Measure a server, the engines without one, CPU kernels, or GPU Dense Assist.",
+    help="Measure a server, the engines without one, CPU kernels, or GPU Dense Assist; draw it.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -111,6 +112,7 @@ def serve(
 bench_app.command()(offline)
 bench_app.command()(kernels)
 bench_app.command()(assist)
+bench_app.command()(figures)
 
 
 def _choose_model(base_url: str, model: str | None) -> ServedModel:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dualpace.bench.hardware import describe_machine
+from dualpace.bench.provenance import describe_version
 from dualpace.cli.errors import explained
 from dualpace.cli.logs import set_up_logging
 from dualpace.cli.options import (
@@ -26,6 +27,7 @@ from dualpace.cli.options import (
     Model,
     require_folders,
 )
+from dualpace.cli.replays import today
 from dualpace.core.config import EngineOptions, format_size
 from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Tier
@@ -78,7 +80,10 @@ def assist(
             options, console, rows, [each / 1e3 for each in attention_ms],
             (decode_rows, decode_context), chunk, (host_rows, host_context),
         )  # fmt: skip
-    line = json.dumps({"hardware": describe_machine(), **msgspec.to_builtins(report)})
+    circumstances = {
+        "hardware": describe_machine(), "date": today(), "version": describe_version(),
+    }  # fmt: skip
+    line = json.dumps(circumstances | msgspec.to_builtins(report))
     if json_file:
         json_file.write_text(line + "\n", encoding="utf-8")
     _show(report)

@@ -1,0 +1,108 @@
+"""Reads the JSON reports of replays and assists back, from one run or a sweep, of any age.
+
+A report is kept as the dict that it is: what an older one lacks is for its reader to miss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dualpace.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Result:
+    """One report and the name of its file."""
+
+    file: str
+    report: Mapping[str, Any]
+
+    @property
+    def is_assist(self) -> bool:
+        """True for a report of `bench assist`, False for one of a replay."""
+        return "turns" in self.report
+
+    @property
+    def simulated(self) -> bool:
+        return bool(self.report.get("simulated"))
+
+    @property
+    def label(self) -> str:
+        """What was compared: a policy, another server, else the model."""
+        label = self.report.get("label") or self.report.get("policy") or self.report["model"]
+        return str(label)
+
+    @property
+    def load(self) -> str:
+        """What was asked of the server, without how the server was set up."""
+        return str(self.report["load"]).partition(";")[0]
+
+
+def read_results(files: Iterable[Path]) -> list[Result]:
+    """The reports in `files`, in their order. Raises `ConfigError` naming a file without any."""
+    return [Result(file.name, report) for file in files for report in _reports(file)]
+
+
+def _reports(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    if isinstance(content, dict):
+        content = content.get("sweep", [content])
+    for report in content if isinstance(content, list) and content else [None]:
+        if not (
+            isinstance(report, dict) and ({"turns", "work"} <= {*report} or "ttft_s" in report)
+        ):
+            raise ConfigError(f"{file} holds no report of bench serve, offline, assist or simulate")
+        yield report
+
+
+def describe_origins(results: Sequence[Result]) -> str:
+    """Where and when they were made, and whether measured or simulated: a line for each machine and
+    version."""
+    dates: dict[str, set[str]] = {}
+    for result in results:
+        verb = "simulated" if result.simulated else "measured"
+        hardware = result.report.get("hardware", "hardware not recorded")
+        version = result.report.get("version", "version not recorded")
+        place = f"{verb} {{}} on {hardware.removeprefix('simulated ')}, DualPace {version}"
+        dates.setdefault(place, set()).add(result.report.get("date", "(no date)")[:10])
+    return "\n".join(
+        place.format(" to ".join(sorted({min(days), max(days)}))) for place, days in dates.items()
+    )
+
+
+# What may tell two results apart, as it is called in a legend.
+_PARTS: dict[str, Callable[[Result], str]] = {
+    "label": lambda result: result.label,
+    "simulated": lambda result: "simulated" if result.simulated else "measured",
+    "model": lambda result: str(result.report["model"]),
+    "source": lambda result: str(result.report.get("source", "")),
+    "request_rate": lambda result: f"{result.report.get('request_rate') or math.inf:g}/s",
+    "gpu_kv_tokens": lambda result: f"{result.report.get('gpu_kv_tokens', 0):,} tokens on the GPU",
+    "host_kv_tokens": lambda result: f"{result.report.get('host_kv_tokens', 0):,} on the host",
+}
+
+
+def make_lines(results: Sequence[Result], along: str) -> dict[str, list[Result]]:
+    """The results in lines along the axis `along` (a key of a report), by name, sorted along it.
+
+    All of a line differ in that key only. Its name is the label, and what else tells it apart from
+    lines of the same label. Lines are in the order of their first results.
+    """
+    parts = {name: part for name, part in _PARTS.items() if name != along}
+    lines: dict[tuple[str, ...], list[Result]] = {}
+    for result in results:
+        lines.setdefault(tuple(part(result) for part in parts.values()), []).append(result)
+    named = {}
+    for key, line in lines.items():
+        alike = [other for other in lines if other[0] == key[0]]
+        telling = (value for value, *others in zip(key, *alike, strict=True) if len({*others}) > 1)
+        named[", ".join((key[0], *telling))] = sorted(line, key=lambda r: r.report[along])
+    return named
