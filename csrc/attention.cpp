@@ -201,7 +201,10 @@ void AttentionPlan::attend_tasks(const KernelTable& kernels, const CacheShape& s
         args.sums += heads_.group;
       }
     }
-    if (task.piece < 0) put(kernels, out, task.row, task.kv_head, result(thread));
+    if (task.piece < 0) {
+      put(kernels, out, task.row, task.kv_head * heads_.group, together_ * heads_.group,
+          result(thread));
+    }
   }
 }
 
@@ -209,11 +212,11 @@ float* AttentionPlan::result(int thread) const {
   return scratch_base_ + scratch_stride_ * static_cast<size_t>(thread + 1) - round_lines(unit());
 }
 
-void AttentionPlan::put(const KernelTable& kernels, const AttentionOut& out, int row, int kv_head,
-                        const float* result) const {
+void AttentionPlan::put(const KernelTable& kernels, const AttentionOut& out, int row,
+                        int query_head, int count, const float* result) const {
   const size_t at = static_cast<size_t>(row) * out.stride +
-                    static_cast<size_t>(kv_head * heads_.group * heads_.head_dim);
-  kernels.store[out.dtype](result, static_cast<int>(unit()),
+                    static_cast<size_t>(query_head * heads_.head_dim);
+  kernels.store[out.dtype](result, count * heads_.head_dim,
                            static_cast<char*>(out.base) + at * element_bytes(out.dtype));
 }
 
@@ -221,28 +224,27 @@ void AttentionPlan::merge(const KernelTable& kernels, const AttentionOut& out, i
                           int threads) {
   const int heads = together_ * heads_.group, dim = heads_.head_dim;
   const size_t stride = unit() + 2 * static_cast<size_t>(heads);
-  const Range mine = share(static_cast<int>(merges_.size()), thread, threads);
+  // A lone long row has few units: threads share their heads.
+  const Range mine = share(static_cast<int>(merges_.size()) * heads, thread, threads);
+  float* y = result(thread);
   for (int i = mine.begin; i < mine.end; ++i) {
-    const Merge& merge = merges_[static_cast<size_t>(i)];
+    const Merge& merge = merges_[static_cast<size_t>(i / heads)];
+    const int h = i % heads;
     const float* pieces = partial_.data() + static_cast<size_t>(merge.first_piece) * stride;
-    float* target = result(thread);
-    for (int h = 0; h < heads; ++h) {
-      float maximum = -INFINITY;
-      for (int p = 0; p < merge.num_pieces; ++p) {
-        maximum = std::max(maximum, pieces[static_cast<size_t>(p) * stride + unit() + h]);
-      }
-      float* y = target + h * dim;
-      std::fill(y, y + dim, 0.0f);
-      float total = 0.0f;
-      for (int p = 0; p < merge.num_pieces; ++p) {
-        const float* piece = pieces + static_cast<size_t>(p) * stride;
-        const float weight = std::exp(piece[unit() + h] - maximum);
-        total += weight * piece[unit() + heads + h];
-        for (int j = 0; j < dim; ++j) y[j] += weight * piece[h * dim + j];
-      }
-      for (int j = 0; j < dim; ++j) y[j] /= total;
+    float maximum = -INFINITY;
+    for (int p = 0; p < merge.num_pieces; ++p) {
+      maximum = std::max(maximum, pieces[static_cast<size_t>(p) * stride + unit() + h]);
     }
-    put(kernels, out, merge.row, merge.kv_head, target);
+    std::fill(y, y + dim, 0.0f);
+    float total = 0.0f;
+    for (int p = 0; p < merge.num_pieces; ++p) {
+      const float* piece = pieces + static_cast<size_t>(p) * stride;
+      const float weight = std::exp(piece[unit() + h] - maximum);
+      total += weight * piece[unit() + heads + h];
+      for (int j = 0; j < dim; ++j) y[j] += weight * piece[h * dim + j];
+    }
+    for (int j = 0; j < dim; ++j) y[j] /= total;
+    put(kernels, out, merge.row, merge.kv_head * heads_.group + h, 1, y);
   }
 }
 

@@ -75,7 +75,8 @@ class AttentionPlan {
 
   // This thread's result of one unit, on its way to AttentionOut; behind the kernels' scratch.
   float* result(int thread) const;
-  void put(const KernelTable& kernels, const AttentionOut& out, int row, int kv_head,
+  // Results of `count` query heads from `query_head` on.
+  void put(const KernelTable& kernels, const AttentionOut& out, int row, int query_head, int count,
            const float* result) const;
 
   struct Merge {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -32,7 +33,8 @@ PROBED_BYTES = 24 * 2**30  # of host KV, for a profile
 class Probed:
     """One engine's executor, to be measured, and the pages that there are.
 
-    assisted: the CPU engine's, without weights, whose dense work this GPU's executor does.
+    assisted: the CPU engine's, without weights, whose dense work this GPU's executor does;
+    assist_seconds: what that takes for so many rows, with nobody waited for.
     """
 
     engine: EngineName
@@ -40,6 +42,7 @@ class Probed:
     gpu_pages: int
     host_pages: int
     assisted: Executor | None = None
+    assist_seconds: Callable[[int], float] | None = None
 
 
 def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
@@ -56,7 +59,8 @@ def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
     if config.cpu_routes != ("local",) and arena is not None:
         with assisting_gpu(config, arena) as assisting, assisting.cpu_executor() as assisted:
             gpu = assisting.executor
-            yield Probed(GPU, gpu, gpu.gpu_pages, pages, assisted)
+            seconds = partial(gpu.assist_seconds, copies=True)
+            yield Probed(GPU, gpu, gpu.gpu_pages, pages, assisted, seconds)
     else:
         # Registering the host's pages would disturb what is measured.
         alone = local if config.gpu_pages == 0 else msgspec.structs.replace(local, host_pages=0)

@@ -211,12 +211,14 @@ class _Measured:
                             self.points.append(point)
                             bar.advance(task)
                     if each.assisted is not None and self.held_out is None:
+                        assert each.assist_seconds is not None
                         bar.reset(task, total=None, description="assist")
                         gpu_room = _room("gpu", each.gpu_pages, config)
                         host_room = _room("host", each.host_pages, config)
                         for point in probe_assists(
-                            each.executor, each.assisted, gpu_room, host_room, share
-                        ):
+                            each.executor, each.assisted, gpu_room, host_room,
+                            each.assist_seconds, share,
+                        ):  # fmt: skip
                             self.points.append(point)
                             bar.advance(task)
                     bar.reset(task, total=None, description="loading the model")

@@ -1,7 +1,8 @@
 """Measures the parts of a CPU iteration whose dense work the GPU does, through both executors.
 
 What an assist takes depends on what the GPU does meanwhile, and the other way round: so decodes, or
-prompts, run beside in a thread of their own. Knows no engine, no mailbox, no tensors.
+prompts, run beside in a thread of their own. What is not the GPU's is the CPU's, also what a row
+costs it that attends to nothing. Knows no engine, no mailbox, no tensors.
 """
 
 from __future__ import annotations
@@ -77,42 +78,49 @@ def probe_assists(
     cpu: Executor,
     gpu_room: Room,
     host_room: Room,
+    dense_seconds: Callable[[int], float],
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Point]:
     """Points of `policy.cost_model.PARTS`, for about `seconds`, those without which no route can be
     judged first.
 
-    gpu_room without pages: the GPU has no decodes, so that none can be delayed. Raises what a step
-    raises.
+    gpu_room without pages: the GPU has no decodes, so that none can be delayed; dense_seconds: of
+    the GPU's part of an iteration of so many rows, when it waits for nobody and nothing runs
+    beside. Raises what a step raises.
     """
     probe = _Probe(gpu, cpu, host_room, clock, clock() + seconds)
     sizes = [rows for rows in ROWS if rows < host_room.max_rows] + [host_room.max_rows]
     decodes = _decodes(gpu_room)
+    hosts: dict[int, float] = {}
     quiet = 0.0 if decodes is None else probe.quiet_step(decodes, min(0.3, seconds / 20))
     for number, rows in enumerate([sizes[-1], *sizes[:-1]]):
         if number > 1 and probe.late:
             return
-        alone = probe.iteration(rows, rows)
-        if alone is None:
+        whole = probe.iteration(rows, rows)
+        if whole is None:
             continue
-        dense, stolen = alone, 0.0
+        dense = dense_seconds(rows)
+        host = max(0.0, whole - dense)  # what rows cost the CPU that attend to a token each
+        hosts[rows] = host
+        yield Point("cpu_attention", rows, 0, host)
+        for context in CONTEXTS if number == 0 else CONTEXTS[:1]:
+            if (longer := probe.iteration(rows, context)) is not None:
+                yield Point("cpu_attention", rows, context, max(host, longer - dense))
+        stolen = 0.0
         if decodes is not None:
-            dense, step = probe.iteration_beside(decodes, rows)
-            stolen = dense * max(0.0, 1.0 - quiet / step)
+            beside, step = probe.iteration_beside(decodes, rows)
+            dense = max(dense, beside - host)
+            stolen = beside * max(0.0, 1.0 - quiet / step)
         yield Point("assist", rows, 0, dense)
         yield Point("assist_stolen", rows, 0, stolen)
-        yield Point("cpu_attention", rows, 0, 0.0)
-        for context in CONTEXTS if number == 0 else CONTEXTS[:1]:
-            if (whole := probe.iteration(rows, context)) is not None:
-                yield Point("cpu_attention", rows, context, max(0.0, whole - alone))
     prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
-    for rows in sizes if prompts is not None else ():
+    for rows, host in hosts.items() if prompts is not None else ():
         if probe.late:
             return
         assert prompts is not None
-        dense, _ = probe.iteration_beside(prompts, rows)
-        yield Point("assist_beside_prefill", rows, 0, dense)
+        beside, _ = probe.iteration_beside(prompts, rows)
+        yield Point("assist_beside_prefill", rows, 0, max(0.0, beside - host))
 
 
 @dataclass(frozen=True)
