@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dualpace.policy.cost_model import OPERATIONS, Operation, Point, TableCostModel
-from dualpace.profile.chart import draw_regions, regions
+from dualpace.profile.chart import attention_latencies, dense_latencies, draw, regions
 from dualpace.profile.check import accuracy
 from dualpace.profile.probes import Room, held_out_points, make_batch, plan_points
 from dualpace.profile.shipped import open_profile
@@ -51,7 +51,20 @@ def test_few_rows_stay_local_and_many_are_assisted() -> None:
     assert (np.diff(seconds[:, 0][best[:, 0] == 1]) >= 0).all()
 
 
+def test_dense_layers_and_attention_add_up_to_a_step() -> None:
+    profile = open_profile("h200-llama-3.1-8b")
+    costs = TableCostModel(profile.points)
+    rows, dense = dense_latencies(profile)
+    contexts, attention = attention_latencies(profile)
+    assert set(dense) == {"GPU", "CPU", "GPU for the CPU engine"}
+    assert set(attention) == {"GPU", "CPU"}
+    rest = np.interp(32, rows, dense["GPU"])
+    for context, seconds in zip(contexts, attention["GPU"], strict=True):
+        step = costs.gpu_decode(32, int(context)).seconds
+        assert rest + seconds == pytest.approx(step)
+
+
 def test_the_chart_is_written(tmp_path: Path) -> None:
-    file = tmp_path / "regions.png"
-    draw_regions(open_profile("h200-llama-3.1-70b"), file)
+    file = tmp_path / "chart.png"
+    draw(open_profile("h200-llama-3.1-70b"), file)
     assert file.read_bytes().startswith(b"\x89PNG")

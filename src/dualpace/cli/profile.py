@@ -43,7 +43,7 @@ from dualpace.core.messages import GPU
 from dualpace.core.plan import Executor, Tier
 from dualpace.policy.cost_model import OPERATIONS, PARTS, Operation, Point, TableCostModel
 from dualpace.profile.assist_probe import probe_assists
-from dualpace.profile.chart import draw_regions
+from dualpace.profile.chart import draw
 from dualpace.profile.check import accuracy
 from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.probes import Room, held_out_points, plan_points, probe
@@ -112,7 +112,10 @@ def show(
     cpu_cores: CpuCores = None,
     chart: Annotated[
         Path | None,
-        typer.Option(help="Also draw by which route a CPU batch gains most (.png, .svg or .pdf)."),
+        typer.Option(
+            help="Also draw by which route a CPU batch gains most, and what either engine takes "
+            "for what (.png, .svg or .pdf)."
+        ),
     ] = None,
 ) -> None:
     """Print the stored profile of MODEL on this machine, or the one in a file."""
@@ -125,7 +128,7 @@ def show(
             profile = find(_resolve(EngineOptions(model=model, cpu_cores=cpu_cores))[1])
         _show(profile)
         if chart is not None:
-            draw_regions(profile, chart)
+            draw(profile, chart)
 
 
 @profile_app.command()
