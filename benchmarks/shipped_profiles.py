@@ -43,8 +43,9 @@ RTX_4090 = dict(
 )  # fmt: skip
 REFERENCE_NOTE = (
     "NOT MEASURED AS ONE: put together by hand from docs/log.md of 2026-11-30 (decode steps, "
-    "chunks of prompts, kernels of the CPU engine) and a prototype of the assist (latency beside "
-    "decodes{}; time stolen from how much decode steps slow down)."
+    "chunks of prompts, kernels of the CPU engine, assists of up to 128 rows beside decodes and "
+    "prompts; time stolen from how much decode steps slow down). Assists of 256 rows are a "
+    "prototype's{}."
 )
 RTX_4090_NOTE = (
     "MODELLED, not measured. RTX 4090: 1008 GB/s at 85% and 165 TFLOP/s bf16 at 70% (NVIDIA Ada "
@@ -98,12 +99,13 @@ def reference_8b() -> Profile:
     def attention(rows: int, context: int) -> float:
         return layers * 10e-6 + context * token / 80e9
 
-    assist = {64: layers * 316e-6, 128: layers * 369e-6, 256: layers * 479e-6}
-    # An iteration whose attention takes 3 or 6 ms a layer slows 5.19 ms to 5.38, 5.36, 5.41.
-    slowed = {64: (3e-3, 0.19), 128: (6e-3, 0.17), 256: (6e-3, 0.22)}
+    assist = {64: layers * 303e-6, 128: layers * 369e-6, 256: layers * 479e-6}
+    # An iteration whose attention takes 3 ms a layer slows 5.91 ms to 6.09, in the prototype
+    # one of 6 ms 5.19 to 5.36 and 5.41.
+    slowed = {64: (3e-3, 0.18), 128: (6e-3, 0.17), 256: (6e-3, 0.22)}
     return profile(
         "llama-3.1-8b", LLAMA_8B, REFERENCE,
-        REFERENCE_NOTE.format("; four times that beside prompts, as with the 70B shape"),
+        REFERENCE_NOTE.format(", as are those of 128; half as long again beside prompts"),
         gpu_kv_tokens=35200, host_kv_tokens=196608, copy_bandwidth=50e9,
         points=(
             *grid("gpu_decode", ROWS, lambda b, c: 4.6e-3 + wide.get(b, 0.0) + c * token / 2.9e12),
@@ -114,7 +116,7 @@ def reference_8b() -> Profile:
             ),
             *grid("cpu_attention", ROWS, attention),
             *line("assist", assist),
-            *line("assist_beside_prefill", {m: 4 * s for m, s in assist.items()}),
+            *line("assist_beside_prefill", {m: 1.5 * s for m, s in assist.items()}),
             *line(
                 "assist_stolen",
                 {m: (layers * a + assist[m]) * d / (5.19 + d) for m, (a, d) in slowed.items()},
@@ -127,20 +129,20 @@ def reference_70b() -> Profile:
     token, layers = 327680, 80
     wide = {192: 6e-3, 256: 12e-3}
     chunks = dict(zip(CHUNKS, (38e-3, 39e-3, 42e-3, 62e-3, 118e-3, 225e-3, 430e-3), strict=True))
-    assist = {64: layers * 917e-6, 128: layers * 1.08e-3, 256: layers * 1.45e-3}
-    slowed = {64: (3e-3, 2.1), 128: (6e-3, 2.1), 256: (6e-3, 2.9)}
+    assist = {64: layers * 873e-6, 128: layers * 1.02e-3, 256: layers * 1.45e-3}
+    slowed = {64: (6e-3, 2.2), 128: (6e-3, 2.3), 256: (6e-3, 2.9)}
     return profile(
-        "llama-3.1-70b", LLAMA_70B, REFERENCE, REFERENCE_NOTE.format(" and prompts"),
+        "llama-3.1-70b", LLAMA_70B, REFERENCE, REFERENCE_NOTE.format(""),
         gpu_kv_tokens=12800, host_kv_tokens=300000, copy_bandwidth=50e9,
         points=(
             *grid("gpu_decode", ROWS, lambda b, c: 35.5e-3 + wide.get(b, 0.0) + c * token / 2.8e12),
             *prefill(chunks, 4 * 8192 * layers, 4e14),
             *grid("cpu_attention", ROWS, lambda m, c: layers * 10e-6 + c * token / 80e9),
             *line("assist", assist),
-            *line("assist_beside_prefill", {64: 80 * 3.5e-3, 128: 80 * 3.9e-3, 256: 80 * 5.5e-3}),
+            *line("assist_beside_prefill", {64: 80 * 1.7e-3, 128: 80 * 1.8e-3, 256: 80 * 2.6e-3}),
             *line(
                 "assist_stolen",
-                {m: (layers * a + assist[m]) * d / (37.0 + d) for m, (a, d) in slowed.items()},
+                {m: (layers * a + assist[m]) * d / (35.75 + d) for m, (a, d) in slowed.items()},
             ),
         ),
     )  # fmt: skip

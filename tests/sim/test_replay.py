@@ -220,3 +220,19 @@ def test_the_command_prints_the_benchmarks_report_marked_as_simulated(
         result = CliRunner().invoke(app, [*common, *wrong])
         assert result.exit_code == 2
         assert "error: " in result.output
+
+
+def test_a_closed_loop_sends_the_next_request_when_one_ends_and_ends_with_its_time() -> None:
+    load = [LoadRequest(10, 5 + index % 7) for index in range(60)]
+    hardware = durations().hardware(100, 0, PAGE_TOKENS)
+    most = 4
+    records = replay(load, hardware, GpuOnlyPolicy(), max_concurrency=most)
+    moments = sorted(record.sent_s for record in records)
+    assert all(
+        sum(each.sent_s <= moment < each.end_s for each in records) == most
+        for moment in moments[: -2 * most]
+    )
+    cut = replay(load, hardware, GpuOnlyPolicy(), max_concurrency=most, seconds=0.3)
+    assert 0 < len(cut) < len(load)
+    assert sum(record.cut for record in cut) == most
+    assert all(record.ok for record in cut if record.end_s < 0.3 and not record.cut)

@@ -27,15 +27,12 @@ from dualpace.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class PaceFlags:
-    """How it is asked, and how long."""
+class LoopFlags:
+    """How many requests are in flight, and for how long."""
 
     max_concurrency: Annotated[
         int | None, typer.Option(min=1, help="Most requests in flight. (default: no limit)")
     ] = None
-    num_warmups: Annotated[
-        int, typer.Option(min=0, help="Requests sent beforehand, which are not counted.")
-    ] = 1
     duration: Annotated[
         float | None,
         typer.Option(
@@ -64,6 +61,20 @@ class PaceFlags:
         if self.duration is None:
             return limit
         return f"{limit}, {self.duration:g} s after {self.warmup_seconds:g} s of warm-up"
+
+    @property
+    def window(self) -> tuple[float, float] | None:
+        """From when to when it is looked at more closely, seconds."""
+        return None if self.seconds is None else (self.warmup_seconds, self.seconds)
+
+
+@dataclass(frozen=True)
+class PaceFlags(LoopFlags):
+    """The same for a server, which may need to warm up."""
+
+    num_warmups: Annotated[
+        int, typer.Option(min=0, help="Requests sent beforehand, which are not counted.")
+    ] = 1
 
 
 class Sender(Protocol):

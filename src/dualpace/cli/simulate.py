@@ -17,7 +17,7 @@ from dualpace.bench.report import Circumstances
 from dualpace.cli.errors import explained
 from dualpace.cli.load_flags import LoadFlags
 from dualpace.cli.options import takes_options
-from dualpace.cli.replays import today
+from dualpace.cli.replays import LoopFlags, today
 from dualpace.cli.reports import Outcome, ReportFlags, publish
 from dualpace.core.config import PolicyName
 from dualpace.core.errors import ConfigError
@@ -37,6 +37,7 @@ def simulate(
         ),
     ],
     load_flags: LoadFlags,
+    loop: LoopFlags,
     files: ReportFlags,
     policy: Annotated[
         str, typer.Option(help="dualpace, gpu-only, or gated (NEO's published scheduling).")
@@ -81,6 +82,7 @@ def simulate(
     with explained(code=2):
         loads = load_flags.build()
         files.check(loads)
+        loop.check()
         name = _policy_name(policy)
         given = {
             "gpu_kv_tokens": gpu_kv_tokens,
@@ -116,13 +118,15 @@ def simulate(
                     load.requests,
                     machine.policy(name, rules, gpu_itl_target),
                     max_num_batched_tokens,
+                    max_concurrency=loop.max_concurrency,
+                    seconds=loop.seconds,
                 )
             circumstances = Circumstances(
                 model=f"{profile.model} (simulated)",
                 base_url="",
                 hardware=profile.fingerprint.hardware,
                 date=today(),
-                load=f"{load.text}; {policy}, KV room {gpu_tokens} + {host_tokens}",
+                load=f"{load.text}{loop.text}; {policy}, KV room {gpu_tokens} + {host_tokens}",
                 version=describe_version(),
                 label=files.label or policy,
                 source=load.source,
@@ -142,7 +146,7 @@ def simulate(
                 f"{durations.extrapolated} of {durations.steps} steps beyond what was measured"
                 + (f"\n{profile.note}" if profile.note else "")
             )
-            outcomes.append(Outcome(circumstances, records, extra=extra, caption=caption))
+            outcomes.append(Outcome(circumstances, records, loop.window, extra, caption))
     publish(outcomes, files, errors, is_sweep=len(loads) > 1)
 
 

@@ -83,13 +83,24 @@ class Machine:
         return make_policy(name, MAX_ROWS, rules, gpu_itl_target, layers)
 
     def replay(
-        self, load: Sequence[LoadRequest], policy: Policy, max_tokens: int
+        self,
+        load: Sequence[LoadRequest],
+        policy: Policy,
+        max_tokens: int,
+        *,
+        max_concurrency: int | None = None,
+        seconds: float | None = None,
     ) -> tuple[list[RequestRecord], Durations]:
-        """The records of `load`, and how many steps there were. max_tokens: of a step."""
+        """The records of `load`, and how many steps there were. max_tokens: of a step; the others
+        are those of `sim.replay`."""
         profile = self.profile
         durations = Durations(
             TableCostModel(profile.points), profile.fingerprint.page_bytes, profile.copy_bandwidth
         )
         host_pages = self.host_pages if policy.uses_host else 0
         hardware = durations.hardware(self.gpu_pages, host_pages, profile.fingerprint.page_tokens)
-        return replay(load, hardware, policy, MAX_ROWS, max_tokens), durations
+        records = replay(
+            load, hardware, policy, MAX_ROWS, max_tokens,
+            max_concurrency=max_concurrency, seconds=seconds,
+        )  # fmt: skip
+        return records, durations

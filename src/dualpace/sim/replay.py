@@ -6,6 +6,7 @@ neither the profile nor the policy that it is given.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from dualpace.bench.load import LoadRequest
@@ -25,27 +26,40 @@ def replay(
     policy: Policy,
     max_rows: int = _DEFAULTS.max_num_seqs,
     max_tokens: int = 2048,
+    *,
+    max_concurrency: int | None = None,
+    seconds: float | None = None,
 ) -> list[RequestRecord]:
-    """One record per request, in the order of `load`; times are virtual seconds.
+    """One record per request that was sent, in the order of `load`; times are virtual seconds.
 
-    max_rows and max_tokens bound a step as in the server. Every request gets exactly the output
-    length it asks for. One that no tier can hold never ends, and its record says so.
+    max_rows and max_tokens bound a step as in the server, max_concurrency the requests in flight;
+    the replay is cut off after `seconds`, if given. Every request gets exactly the output length it
+    asks for. One that no tier can hold never ends, and its record says so.
     """
     world = World(hardware, policy, max_rows, max_tokens, check_kv=False)
-    order = sorted(range(len(load)), key=lambda index: load[index].arrival_s)
-    for arrival, index in enumerate(order):
-        asked = load[index]
-        params = DecodeParams(max_tokens=asked.output_tokens)
-        state = RequestState(f"r{index}", arrival, 0, [0] * asked.prompt_tokens, [], params)
-        world.submit(asked.arrival_s, state)
-    world.run()
+    arrivals = enumerate(sorted(range(len(load)), key=lambda index: load[index].arrival_s))
+
+    def send_next() -> None:
+        for arrival, index in arrivals:
+            asked = load[index]
+            params = DecodeParams(max_tokens=asked.output_tokens)
+            state = RequestState(f"r{index}", arrival, 0, [0] * asked.prompt_tokens, [], params)
+            world.submit(max(asked.arrival_s, world.clock.now), state)
+            return
+
+    for _ in range(min(max_concurrency or len(load), len(load))):
+        send_next()
+    world.on_end = send_next
+    world.run(math.inf if seconds is None else seconds)
     return [
-        _record(asked, world.streams[f"r{index}"], world.clock.now)
+        _record(asked, world.streams[f"r{index}"], world.clock.now, cut=seconds is not None)
         for index, asked in enumerate(load)
+        if f"r{index}" in world.streams
     ]
 
 
-def _record(asked: LoadRequest, stream: Stream, now: float) -> RequestRecord:
+def _record(asked: LoadRequest, stream: Stream, now: float, cut: bool) -> RequestRecord:
+    """cut: the replay ended before everything was answered."""
     tokens = [stream.tokens[index] for index in range(len(stream.received))]
     complete = stream.count == len(tokens)
     record = RequestRecord(
@@ -57,6 +71,8 @@ def _record(asked: LoadRequest, stream: Stream, now: float) -> RequestRecord:
     )
     if complete:
         record.finish_reason = "length"
+    elif cut and stream.failed is None:
+        record.cut = True
     else:
         record.error = stream.failed or "it waits for KV room that there is not"
     return record
