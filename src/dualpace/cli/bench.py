@@ -102,7 +102,7 @@ def serve(
                     f"[yellow]The client was busy for {sender.busiest:.0%} of the time and is "
                     "part of what was measured: raise --clients.[/]"
                 )
-            extra = {"clients": count, "client_busy": sender.busiest}
+            extra = {"clients": sender.worked, "client_busy": sender.busiest}
             outcomes.append(Outcome(circumstances, measurement.records, measurement.window, extra))
             if measurement.interrupted:
                 break

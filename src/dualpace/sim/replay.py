@@ -40,13 +40,13 @@ def replay(
         world.submit(asked.arrival_s, state)
     world.run()
     return [
-        _record(asked, world.streams[f"r{index}"], world.clock.now)
+        _record(index, asked, world.streams[f"r{index}"], world.clock.now)
         for index, asked in enumerate(load)
     ]
 
 
-def _record(asked: LoadRequest, stream: Stream, now: float) -> RequestRecord:
-    tokens = [stream.tokens[index] for index in range(len(stream.received))]
+def _record(index: int, asked: LoadRequest, stream: Stream, now: float) -> RequestRecord:
+    tokens = [stream.tokens[number] for number in range(len(stream.received))]
     complete = stream.count == len(tokens)
     record = RequestRecord(
         request=asked,
@@ -54,6 +54,7 @@ def _record(asked: LoadRequest, stream: Stream, now: float) -> RequestRecord:
         end_s=tokens[-1][1] if complete else now,
         prompt_tokens=asked.prompt_tokens,
         chunks=[Chunk(time, 1, engine) for _, time, engine in tokens],
+        index=index,
     )
     if complete:
         record.finish_reason = "length"
