@@ -1,6 +1,6 @@
 """`dualpace bench`: `serve` replays a load against a running server and reports what it did.
 
-Chooses and composes; what is shared with the other replays is in `cli.replays`.
+Chooses and composes; what the replays share is in `cli.load_flags`, `cli.replays`, `cli.reports`.
 """
 
 from __future__ import annotations
