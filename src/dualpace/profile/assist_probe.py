@@ -55,7 +55,8 @@ class Beside:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        if self.error is not None and error is None:
+        # An assist fails where the steps beside it do, and only these know why.
+        if self.error is not None and (error is None or isinstance(error, Exception)):
             raise self.error
 
     def _run(self) -> None:
