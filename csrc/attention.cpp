@@ -14,7 +14,7 @@ constexpr int64_t kUnitCost = 32;    // what a head costs beyond its tokens, in 
 // little at the end: cores differ by several times from one moment to the next.
 constexpr int kFirstParts = 2;       // per thread, were all as large as the first
 constexpr int kLastParts = 64;       // were all as small as the last
-constexpr int64_t kMinSplit = 128;   // shorter pieces cost more than they balance
+constexpr int kMinSplit = 128;       // about; shorter pieces cost more than they balance
 constexpr int64_t kPieces = 16;      // per thread, into which the work can be cut at least
 constexpr size_t kLine = 16;         // floats in a cache line
 
@@ -61,7 +61,8 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
   num_pieces_ = 0;
 
   const int num_rows = static_cast<int>(rows.positions.size());
-  const int64_t min_split = std::max<int64_t>(kMinSplit, page_tokens);
+  // Whole pages, so that a new part always has room for a piece: else the loop below would not end.
+  const int64_t min_split = round_up(kMinSplit, page_tokens);
   int64_t left = 0, pieces = 0;
   for (const int64_t position : rows.positions) {
     left += (position + 1 + kUnitCost) * heads.num_kv_heads;

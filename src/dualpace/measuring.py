@@ -54,7 +54,6 @@ def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
     pages = min(config.host_pages, PROBED_BYTES // config.page_bytes)
     config = msgspec.structs.replace(config, host_pages=pages)
     arena = own_arena(config)
-    local = msgspec.structs.replace(config, cpu_routes=("local",))
     gpu: TorchExecutor | StandInExecutor
     if config.cpu_routes != ("local",) and arena is not None:
         with assisting_gpu(config, arena) as assisting, assisting.cpu_executor() as assisted:
@@ -63,12 +62,12 @@ def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
             yield Probed(GPU, gpu, gpu.gpu_pages, pages, assisted, seconds)
     else:
         # Registering the host's pages would disturb what is measured.
-        alone = local if config.gpu_pages == 0 else msgspec.structs.replace(local, host_pages=0)
+        alone = config if config.gpu_pages == 0 else msgspec.structs.replace(config, host_pages=0)
         gpu = gpu_executor(alone, arena if alone.host_pages else None, _ignore)
         with contextlib.closing(gpu):
             yield Probed(GPU, gpu, gpu.gpu_pages, pages)
     if arena is not None and config.host_weights:
-        with contextlib.closing(cpu_executor(local, arena, _ignore)) as cpu:
+        with contextlib.closing(cpu_executor(config, arena, _ignore)) as cpu:
             cpu.prepare()
             yield Probed(CPU, cpu, 0, pages)
 
@@ -76,8 +75,7 @@ def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
 @contextlib.contextmanager
 def gpu_over_arena(config: EngineConfig) -> Iterator[TorchExecutor | StandInExecutor]:
     """The GPU engine's executor over host pages of its own, which it makes known to CUDA."""
-    local = msgspec.structs.replace(config, cpu_routes=("local",))
-    with contextlib.closing(gpu_executor(local, own_arena(config), _ignore)) as executor:
+    with contextlib.closing(gpu_executor(config, own_arena(config), _ignore)) as executor:
         yield executor
 
 

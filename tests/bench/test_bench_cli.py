@@ -35,7 +35,7 @@ def test_a_table_and_a_json_line_last_and_all_files(server_url: str, tmp_path: P
     assert "TTFT" in result.stdout
     with rows.open() as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == 12
+    assert [int(line["index"]) for line in lines] == [*range(12)]
     assert sum(int(line["output_tokens"]) for line in lines) == last["output_tokens"]
     assert sum(int(line["cpu_tokens"]) for line in lines) == last["tokens_by_engine"]["cpu"]
     assert figure.read_bytes().startswith(PNG_SIGNATURE)
@@ -129,14 +129,17 @@ def test_no_success_at_all_is_exit_code_1(server_url: str, model: str) -> None:
     ("options", "message"),
     [
         (["--arrival", "trace"], "--arrival trace needs --trace"),
-        (["--arrival", "poisson"], "--request-rate must be"),
-        (["--arrival", "inf", "--request-rate", "2"], "leave --request-rate out"),
+        (["--arrival", "poisson"], "--arrival poisson needs a finite --request-rate"),
+        (["--arrival", "inf", "--request-rate", "2"], "leave --request-rate or --rates out"),
+        (["--arrival", "inf", "--rates", "2,4"], "leave --request-rate or --rates out"),
+        (["--request-rate", "-1"], "--request-rate must be"),
         (["--scale", "0"], "--scale must be"),
         (["--trace", "none.csv"], "cannot read the trace none.csv"),
         (["--trace", "x.csv", "--synthetic"], "exclude each other"),
         (["--warmup-seconds", "2"], "--warmup-seconds needs --duration"),
         (["--rates", "1,x"], "--rates is numbers with commas"),
-        (["--rates", "1,0"], "--request-rate must be"),
+        (["--rates", "1,0"], "--rates must be"),
+        (["--rates", "1,nan"], "--rates must be"),
         (["--rates", "1,2", "--request-rate", "3"], "exclude each other"),
         (["--rates", "1,2", "--plot", "x.png"], "--plot shows one replay"),
         (["--target", "ttft_s.p99=1", "--rates", "1,inf"], "--target needs --rates"),

@@ -84,7 +84,7 @@ def softmax_attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -
 
 
 def attend_in_poisoned_arena(
-    engine, dtype, lengths, group, kv_heads, head_dim, spread=1.0, float_query=False
+    engine, dtype, lengths, group, kv_heads, head_dim, spread=1.0, float_query=False, page_tokens=16
 ):
     """Run rows of `lengths` over shuffled pages in which every unused slot is NaN.
 
@@ -92,7 +92,7 @@ def attend_in_poisoned_arena(
 
     Returns the output and the float64 reference, [rows, heads, head_dim].
     """
-    page_tokens, num_layers, layer = 16, 2, 1
+    num_layers, layer = 2, 1
     rng = np.random.default_rng(head_dim * group)
     counts = [-(-length // page_tokens) for length in lengths]
     shape = (sum(counts) + 3, num_layers, 2, kv_heads, page_tokens, head_dim)
@@ -155,6 +155,14 @@ def test_attention_reads_only_the_slots_of_its_row(engine, dtype, group, kv_head
 @pytest.mark.parametrize("lengths", [[2000], [700, 1, 640, 3, 900]])
 def test_attention_of_long_contexts_is_cut_and_joined_exactly(engine, lengths, group, head_dim):
     out, want = attend_in_poisoned_arena(engine, "bfloat16", lengths, group, 1, head_dim)
+    assert relative_l2(out, want).max() < 5e-6
+
+
+@pytest.mark.parametrize("page_tokens", [48, 100, 200])
+def test_contexts_are_cut_at_pages_of_any_length(engine, page_tokens):
+    out, want = attend_in_poisoned_arena(
+        engine, "bfloat16", [300, 1000], 2, 1, 64, page_tokens=page_tokens
+    )
     assert relative_l2(out, want).max() < 5e-6
 
 

@@ -174,6 +174,11 @@ def test_the_default_target_is_where_a_larger_batch_gains_little() -> None:
     fast = table(cpu_iteration=(1e-3, 0.0, 1e-9))
     assert default_itl_target(slow, ("local",), 256, None) == 1.0
     assert default_itl_target(fast, ("local",), 256, None) == 0.2
+    thief = table(
+        cpu_attention=(0.3, 0.0, 0.0), assist=(0.1, 0.0, 0.0), assist_stolen=(0.4, 1e-3, 0.0),
+        gpu_decode=(0.02, 0.0, 0.0),
+    )  # fmt: skip
+    assert default_itl_target(thief, ("assist",), 256, 10**6) == pytest.approx(0.4)
 
 
 def test_a_host_that_cannot_help_is_told_why() -> None:

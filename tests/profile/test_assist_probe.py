@@ -92,7 +92,8 @@ def test_in_a_hurry_what_every_route_needs_is_measured_all_the_same() -> None:
     assert not [point for point in points if point.operation == "assist_beside_prefill"]
 
 
-def test_a_step_that_fails_beside_is_not_passed_over() -> None:
+@pytest.mark.parametrize("consequence", [None, ValueError("no assist came")])
+def test_a_step_that_fails_beside_is_not_passed_over(consequence: Exception | None) -> None:
     gpu = GpuEngine(DEPTH + 3)
     batch = make_batch("gpu_decode", 4, 64, GPU)
     assert batch is not None
@@ -102,6 +103,8 @@ def test_a_step_that_fails_beside_is_not_passed_over() -> None:
         with beside:
             while beside.error is None:
                 time.sleep(1e-3)
+            if consequence is not None:
+                raise consequence
 
     with pytest.raises(RuntimeError, match="no more steps"):
         until_it_fails()

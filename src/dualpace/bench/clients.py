@@ -67,14 +67,15 @@ class Clients:
     """Replays loads against a server, by up to `count` processes at a time.
 
     There are fewer where requests, or the concurrency limit, do not go round. One client works in
-    this very process. `busiest` is the most CPU time that a client took of the last replay's time:
-    near 1 the client itself was too slow.
+    this very process. Of the last replay, `worked` is how many there were, and `busiest` the most
+    CPU time that one of them took of its time: near 1 the client itself was too slow.
     """
 
     def __init__(
         self, count: int, base_url: str, model: str, silence_timeout_s: float = 600.0
     ) -> None:
         self.count = count
+        self.worked = 0
         self.busiest = 0.0
         self._base_url = base_url
         self._model = model
@@ -91,7 +92,7 @@ class Clients:
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[RequestRecord]:
         """`client.replay`'s records. Raises `ClientError` where a process does not survive."""
-        count = max(1, min(self.count, len(load), max_concurrency or len(load)))
+        self.worked = count = max(1, min(self.count, len(load), max_concurrency or len(load)))
         shares = [
             _Share(
                 self._base_url,

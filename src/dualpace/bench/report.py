@@ -135,17 +135,16 @@ def sweep_table(rows: Sequence[tuple[Circumstances, Summary]]) -> Table:
 
 
 def write_csv(path: Path, replays: Iterable[tuple[float | None, Iterable[RequestRecord]]]) -> None:
-    """One line per request of replays at a rate each, `CSV_COLUMNS`; what is undefined is empty."""
+    """One line per request that was sent, of replays at a rate each: `CSV_COLUMNS`, of which index
+    is the request's place in the load. What is undefined is empty."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(CSV_COLUMNS)
-        for rate, index, record in (
-            (rate, *numbered) for rate, records in replays for numbered in enumerate(records)
-        ):
+        for rate, record in ((rate, record) for rate, records in replays for record in records):
             by_engine = tokens_by_engine([record])
             writer.writerow(
                 (
-                    rate, index, record.request.arrival_s, record.sent_s, record.end_s,
+                    rate, record.index, record.request.arrival_s, record.sent_s, record.end_s,
                     record.prompt_tokens, record.request.output_tokens, record.output_tokens,
                     by_engine.get("gpu", 0), by_engine.get("cpu", 0),
                     record.ttft_s, record.tpot_s, record.latency_s,

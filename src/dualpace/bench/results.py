@@ -66,15 +66,16 @@ def _reports(file: Path) -> Iterator[dict[str, Any]]:
 def describe_origins(results: Sequence[Result]) -> str:
     """Where and when they were made, and whether measured or simulated: a line for each machine and
     version."""
-    dates: dict[str, set[str]] = {}
+    dates: dict[tuple[str, str], list[str]] = {}
     for result in results:
         verb = "simulated" if result.simulated else "measured"
         hardware = result.report.get("hardware", "hardware not recorded")
         version = result.report.get("version", "version not recorded")
-        place = f"{verb} {{}} on {hardware.removeprefix('simulated ')}, DualPace {version}"
-        dates.setdefault(place, set()).add(result.report.get("date", "(no date)")[:10])
+        place = f"on {hardware.removeprefix('simulated ')}, DualPace {version}"
+        dates.setdefault((verb, place), []).append(result.report.get("date", "(no date)")[:10])
     return "\n".join(
-        place.format(" to ".join(sorted({min(days), max(days)}))) for place, days in dates.items()
+        f"{verb} {' to '.join(sorted({min(days), max(days)}))} {place}"
+        for (verb, place), days in dates.items()
     )
 
 

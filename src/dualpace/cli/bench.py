@@ -1,6 +1,6 @@
 """`dualpace bench`: `serve` replays a load against a running server and reports what it did.
 
-Chooses and composes; what is shared with the other replays is in `cli.replays`.
+Chooses and composes; what the replays share is in `cli.load_flags`, `cli.replays`, `cli.reports`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def serve(
                     f"[yellow]The client was busy for {sender.busiest:.0%} of the time and is "
                     "part of what was measured: raise --clients.[/]"
                 )
-            extra = {"clients": count, "client_busy": sender.busiest}
+            extra = {"clients": sender.worked, "client_busy": sender.busiest}
             outcomes.append(Outcome(circumstances, measurement.records, measurement.window, extra))
             if measurement.interrupted:
                 break

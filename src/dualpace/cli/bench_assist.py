@@ -28,14 +28,15 @@ from dualpace.cli.options import (
     require_folders,
 )
 from dualpace.cli.replays import today
-from dualpace.core.config import EngineOptions, format_size
+from dualpace.cli.tables import table_console
+from dualpace.core.config import EngineConfig, EngineOptions, format_size
 from dualpace.core.errors import ConfigError
-from dualpace.core.plan import Tier
+from dualpace.core.plan import Batch, Tier
+from dualpace.kv.pages import pages_for
+from dualpace.profile.probes import Room, make_batch
 
 if TYPE_CHECKING:
     from dualpace.profile.assist_bench import AssistReport
-
-WIDTH = 120  # of the tables, where there is no terminal to fit
 
 
 def assist(
@@ -46,11 +47,16 @@ def assist(
     attention_ms: Annotated[
         list[float], typer.Option(min=0.0, help="Of the CPU for a layer; may be repeated.")
     ] = [3.0, 6.0],  # noqa: B006
-    decode_rows: Annotated[int, typer.Option(min=1, help="Of the GPU's steps beside.")] = 32,
+    decode_rows: Annotated[
+        int, typer.Option(min=1, max=256, help="Of the GPU's steps beside.")
+    ] = 32,
     decode_context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 1000,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of prompts in steps beside.")] = 1024,
     host_rows: Annotated[
-        int, typer.Option(min=0, help="Rows of whole iterations of the CPU engine; 0 for none.")
+        int,
+        typer.Option(
+            min=0, max=256, help="Rows of whole iterations of the CPU engine; 0 for none."
+        ),
     ] = 128,
     host_context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 1100,
     gpu_kv_tokens: GpuKvTokens = 35_200,
@@ -99,35 +105,15 @@ def _measure(
     chunk: int,
     host: tuple[int, int],
 ) -> AssistReport:
-    from dualpace.kv.pages import pages_for
     from dualpace.measuring import assisting_gpu, own_arena
     from dualpace.profile.assist_bench import measure, measure_iterations
-    from dualpace.profile.probes import Room, make_batch
     from dualpace.resolution import resolve
 
     config, _ = resolve(options)
     if config.device != "cuda":
         raise ConfigError("bench assist measures a GPU, and there is none here")
-    host_pages = host[0] * pages_for(host[1], config.page_tokens)
-    if host_pages > config.host_pages:
-        raise ConfigError(
-            f"{host[0]} rows of {host[1]} tokens take {format_size(host_pages * config.page_bytes)}"
-            ", more than the host has to spare: --host-rows, --host-context"
-        )
-    config = msgspec.structs.replace(config, host_pages=host_pages)
-
-    def room(tier: Tier, pages: int) -> Room:
-        return Room(tier, pages, config.page_tokens, 256, max(chunk, 64), config.max_model_len)
-
-    gpu_room = room("gpu", config.gpu_pages or 0)
-    made = {
-        "decodes": make_batch("gpu_decode", decodes[0], decodes[0] * decodes[1], gpu_room),
-        "prompts": make_batch("gpu_prefill", chunk, 0, gpu_room),
-    }
-    beside = {name: batch for name, batch in made.items() if batch is not None}
-    if missing := made.keys() - beside.keys():
-        raise ConfigError(f"--gpu-kv-tokens has no room for the {' and '.join(missing)} beside")
-    batch = make_batch("cpu_iteration", host[0], host[0] * host[1], room("host", host_pages))
+    beside = batches_beside(config, decodes, chunk)
+    config, batch = with_host_batch(config, host)
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(console.status("loading the model"))
         arena = own_arena(config)
@@ -147,10 +133,63 @@ def _measure(
         return msgspec.structs.replace(report, iterations=iterations)
 
 
+def batches_beside(config: EngineConfig, decodes: tuple[int, int], chunk: int) -> dict[str, Batch]:
+    """The GPU's own steps, by name. decodes: rows, and tokens of each; chunk: tokens of a prompt.
+
+    Raises `ConfigError` naming the option that does not fit.
+    """
+    _require_length("--decode-context", decodes[1], config)
+    _require_length("--chunk", chunk, config)
+    room = _room("gpu", config.gpu_pages or 0, config)
+    made = {
+        "decodes": make_batch("gpu_decode", decodes[0], decodes[0] * decodes[1], room),
+        "prompts": make_batch("gpu_prefill", chunk, 0, room),
+    }
+    beside = {name: batch for name, batch in made.items() if batch is not None}
+    if missing := made.keys() - beside.keys():
+        raise ConfigError(f"--gpu-kv-tokens has no room for the {' and '.join(missing)} beside")
+    return beside
+
+
+def with_host_batch(
+    config: EngineConfig, host: tuple[int, int]
+) -> tuple[EngineConfig, Batch | None]:
+    """The configuration with as many host pages as the CPU engine's batch takes, and the batch.
+
+    host: rows, and tokens of each; there is no batch without rows. Raises `ConfigError` naming the
+    option that does not fit.
+    """
+    rows, context = host
+    pages = rows * pages_for(context, config.page_tokens)
+    if pages > config.host_pages:
+        raise ConfigError(
+            f"{rows} rows of {context} tokens take {format_size(pages * config.page_bytes)}, "
+            "more than the host has to spare: --host-rows, --host-context"
+        )
+    config = msgspec.structs.replace(config, host_pages=pages)
+    if not rows:
+        return config, None
+    _require_length("--host-context", context, config)
+    room = _room("host", pages, config)
+    return config, make_batch("cpu_iteration", rows, rows * context, room)
+
+
+def _room(tier: Tier, pages: int, config: EngineConfig) -> Room:
+    return Room(
+        tier, pages, config.page_tokens, config.max_num_seqs, config.max_num_batched_tokens,
+        config.max_model_len,
+    )  # fmt: skip
+
+
+def _require_length(option: str, tokens: int, config: EngineConfig) -> None:
+    if tokens > config.max_model_len:
+        raise ConfigError(
+            f"{option} {tokens} is longer than a request may be: {config.max_model_len} tokens"
+        )
+
+
 def _show(report: AssistReport) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = table_console()
     table = Table(title=f"{report.model}: dense work of a layer, µs", title_justify="left")
     for column in ("rows", "work", "copies", "a turn's excess"):
         table.add_column(column, justify="right")

@@ -19,12 +19,12 @@ from rich.table import Table
 
 from dualpace.cli.errors import explained
 from dualpace.cli.options import JsonFile, require_folders
+from dualpace.cli.tables import table_console
 from dualpace.core.config import format_size
 
 if TYPE_CHECKING:
     from dualpace.cpu.kernel_bench import KernelReport
 
-WIDTH = 110  # of the tables, where there is no terminal to fit
 TORCH_SECONDS, TORCH_SECONDS_QUICK = 1.2, 0.36
 
 
@@ -54,9 +54,7 @@ def kernels(
     line = json.dumps({"hardware": describe_machine(), **msgspec.to_builtins(report)})
     if json_file:
         json_file.write_text(line + "\n", encoding="utf-8")
-    console = Console()
-    if not console.is_terminal:
-        console.width = WIDTH
+    console = table_console()
     for table in _tables(report):
         console.print(table)
     for note in report.notes:

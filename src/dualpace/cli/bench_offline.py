@@ -1,7 +1,8 @@
 """`dualpace bench offline`: what `bench serve` measures, with the engines but without HTTP.
 
 The client is a coroutine per request on the frontend's own event loop, so that a token's arrival is
-the moment at which a Python program would have it. Options and report are those of `cli.replays`.
+the moment at which a Python program would have it. What it shares with `bench serve` is in
+`cli.load_flags`, `cli.replays` and `cli.reports`.
 """
 
 from __future__ import annotations

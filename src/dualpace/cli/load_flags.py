@@ -102,6 +102,8 @@ class LoadFlags:
             rates = [float(rate) for rate in self.rates.split(",")]
         except ValueError:
             raise ConfigError(f"--rates is numbers with commas, got {self.rates!r}") from None
+        if not all(rate > 0.0 for rate in rates):
+            raise ConfigError(f"--rates must be positive numbers or inf, got {self.rates!r}")
         return [dataclasses.replace(self, request_rate=rate)._build() for rate in rates]
 
     def _build(self) -> Load:
@@ -131,9 +133,13 @@ class LoadFlags:
         arrival = self.arrival or (Arrival.inf if math.isinf(rate) else Arrival.poisson)
         if arrival is Arrival.inf:
             if math.isfinite(rate):
-                raise ConfigError("--arrival inf sends all at once: leave --request-rate out")
+                raise ConfigError(
+                    "--arrival inf sends all at once: leave --request-rate or --rates out"
+                )
             return arrive_at_once(load), "all at once"
         if arrival is Arrival.poisson:
+            if math.isinf(rate):
+                raise ConfigError("--arrival poisson needs a finite --request-rate, or --rates")
             return arrive_poisson(load, rate, self.seed), f"Poisson at {rate:g}/s"
         if not self.trace:
             raise ConfigError("--arrival trace needs --trace FILE")

@@ -38,6 +38,7 @@ from dualpace.cli.options import (
     require_folders,
 )
 from dualpace.cli.replays import today
+from dualpace.cli.tables import table_console
 from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.messages import GPU
 from dualpace.core.plan import Executor, Tier
@@ -175,7 +176,7 @@ def check(
             each.operation, str(each.points), f"{each.median:.1%}", f"{each.p90:.1%}", worst,
             str(each.extrapolated),
         )  # fmt: skip
-    Console().print(table)
+    table_console().print(table)
     if not all(each.good for each in found):
         raise typer.Exit(1)
 
@@ -300,7 +301,7 @@ def _report(profile: Profile) -> None:
 
 
 def _show(profile: Profile) -> None:
-    console = Console()
+    console = table_console()
     console.print(
         f"{profile.model}, {profile.fingerprint.dtype}, {profile.date}, on "
         f"{profile.fingerprint.hardware}",

@@ -32,6 +32,7 @@ from dualpace.bench.sustainable import parse_targets, sustainable_rate
 from dualpace.cli.load_flags import Load
 from dualpace.cli.options import JsonFile, require_folders
 from dualpace.cli.replays import print_failures
+from dualpace.cli.tables import table_console
 from dualpace.core.errors import ConfigError
 
 INTERRUPTED = 130  # exit code after Ctrl-C
@@ -126,7 +127,7 @@ def publish(
         table = report_table(outcomes[0].circumstances, outcomes[0].summary)
     if outcomes[0].caption is not None:
         table.caption = escape(outcomes[0].caption)
-    out = Console()
+    out = table_console()
     out.print(table)
     if "sustainable" in result:
         out.print(f"sustainable rate: {result['sustainable']['text']}", soft_wrap=True)

@@ -22,20 +22,29 @@ _alone = threading.RLock()
 _changed = threading.Condition()
 _waiting_work = 0  # pieces of work that wait for another process
 _wanted = 0  # who holds the device or wants to
+_starting = 0  # pieces of such work that are kept waiting
+_depth = 0  # how often the thread that holds the device has entered
+_their_turn = False  # it was held while they waited: they come before whoever wants it next
 
 
 @contextmanager
 def device_alone(purpose: str) -> Iterator[None]:
     """Hold the device for `purpose`, once no work on it waits for another process."""
-    global _wanted
+    global _wanted, _depth, _their_turn
     started = time.monotonic()
     with _changed:
         _wanted += 1
     try:
         with _alone:
             with _changed:
-                _changed.wait_for(lambda: not _waiting_work)
-            yield
+                _changed.wait_for(lambda: not _waiting_work and (_depth or not _their_turn))
+                _depth += 1
+            try:
+                yield
+            finally:
+                with _changed:
+                    _depth -= 1
+                    _their_turn = not _depth and _starting > 0
     finally:
         with _changed:
             _wanted -= 1
@@ -47,11 +56,15 @@ def start_waiting_work() -> None:
     """Before work is launched that waits for another process; blocks while the device is held.
 
     Where there is such work already this is more of the same, which may be needed for its end, and
-    is let in at once. Not to be called while holding the device.
+    is let in at once. Nobody holds the device twice while it waits. Not to be called while holding
+    the device.
     """
-    global _waiting_work
+    global _waiting_work, _starting, _their_turn
     with _changed:
-        _changed.wait_for(lambda: _waiting_work or not _wanted)
+        _starting += 1
+        _changed.wait_for(lambda: _waiting_work or _their_turn or not _wanted)
+        _starting -= 1
+        _their_turn = False
         _waiting_work += 1
 
 

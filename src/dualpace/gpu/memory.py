@@ -98,6 +98,6 @@ def measure_gpu_pages(
         raise HardwareError(
             f"no GPU memory left for KV: {format_size(budget)} of {format_size(total)} may be used "
             f"(--gpu-memory-utilization {config.gpu_memory_utilization}), {format_size(taken)} are "
-            f"taken, a step needs {format_size(step)} and the decode graphs {format_size(graphs)}"
+            f"taken, a step needs {format_size(step)} and the graphs {format_size(graphs)}"
         )
     return pages

@@ -71,8 +71,8 @@ class LaunchedStep:
 class ModelRunner:
     """Launches steps in order and does copies. Used under `torch.inference_mode`.
 
-    On CUDA in bfloat16 a step of decodes is one graph, any other step runs eagerly on FlashInfer;
-    elsewhere plain torch computes everything.
+    On CUDA in bfloat16 a step of decodes is one graph, any other step runs on FlashInfer, up to a
+    size by a graph for each layer; elsewhere plain torch computes everything.
     """
 
     def __init__(

@@ -149,7 +149,9 @@ def default_itl_target(
         )
         gains.append(gain)
         times.append(seconds)
-    enough = next(t for t, gain in zip(times, gains, strict=True) if gain >= ENOUGH * max(gains))
+    most = max(gains)  # below zero where every assist takes more from the GPU than it adds
+    least = min(ENOUGH * most, most)
+    enough = next(t for t, gain in zip(times, gains, strict=True) if gain >= least)
     return min(max(enough, FASTEST_TARGET), SLOWEST_TARGET)
 
 

@@ -30,8 +30,8 @@ def find_roof(
     rules: HostRules, gpu_tokens: int, host_tokens: int, max_rows: int, context: int
 ) -> Roof | None:
     """For requests of `context` tokens each, with KV room for so many tokens in either tier, and
-    the route and the batch that `rules` would choose. None where the GPU has no seat, or its steps
-    were not measured."""
+    the route and the batch that `rules` would choose. None where either tier has no room for one,
+    or the GPU's steps were not measured."""
     seats = min(gpu_tokens // context, max_rows)
     rows = min(host_tokens // context, max_rows)
     if not seats or not rows or not rules.costs.covers("gpu_decode"):

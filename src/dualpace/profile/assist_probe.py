@@ -55,7 +55,8 @@ class Beside:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        if self.error is not None and error is None:
+        # An assist fails where the steps beside it do, and only these know why.
+        if self.error is not None and (error is None or isinstance(error, Exception)):
             raise self.error
 
     def _run(self) -> None:
@@ -115,10 +116,11 @@ def probe_assists(
         yield Point("assist", rows, 0, dense)
         yield Point("assist_stolen", rows, 0, stolen)
     prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
-    for rows, host in hosts.items() if prompts is not None else ():
+    if prompts is None:
+        return
+    for rows, host in hosts.items():
         if probe.late:
             return
-        assert prompts is not None
         beside, _ = probe.iteration_beside(prompts, rows)
         yield Point("assist_beside_prefill", rows, 0, max(0.0, beside - host))
 
@@ -158,10 +160,10 @@ class _Probe:
         """Seconds of one that attends to next to nothing, and of a GPU step beside it."""
         with Beside(self.gpu, batch, self.clock) as steps:
             before = len(steps.times)
-            dense = self.iteration(rows, rows)
+            whole = self.iteration(rows, rows)
             beside = steps.times[before:] or steps.times
-        assert dense is not None
-        return dense, statistics.fmean(beside)
+        assert whole is not None
+        return whole, statistics.fmean(beside)
 
 
 def _decodes(room: Room) -> Batch | None:

@@ -52,15 +52,15 @@ def replay(
     world.on_end = send_next
     world.run(math.inf if seconds is None else seconds)
     return [
-        _record(asked, world.streams[f"r{index}"], world.clock.now, cut=seconds is not None)
+        _record(index, asked, world.streams[f"r{index}"], world.clock.now, seconds is not None)
         for index, asked in enumerate(load)
         if f"r{index}" in world.streams
     ]
 
 
-def _record(asked: LoadRequest, stream: Stream, now: float, cut: bool) -> RequestRecord:
+def _record(index: int, asked: LoadRequest, stream: Stream, now: float, cut: bool) -> RequestRecord:
     """cut: the replay ended before everything was answered."""
-    tokens = [stream.tokens[index] for index in range(len(stream.received))]
+    tokens = [stream.tokens[number] for number in range(len(stream.received))]
     complete = stream.count == len(tokens)
     record = RequestRecord(
         request=asked,
@@ -68,6 +68,7 @@ def _record(asked: LoadRequest, stream: Stream, now: float, cut: bool) -> Reques
         end_s=tokens[-1][1] if complete else now,
         prompt_tokens=asked.prompt_tokens,
         chunks=[Chunk(time, 1, engine) for _, time, engine in tokens],
+        index=index,
     )
     if complete:
         record.finish_reason = "length"
