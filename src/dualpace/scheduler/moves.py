@@ -267,7 +267,7 @@ class Mover:
                 self.hand_off(row)
             else:
                 self.gpu.send(CPU, Cancel(row.id, row.state.epoch))
-                row.phase = Phase.DECODE
+                row.stay()
         elif row.tier == "host" and job.kind == "land" and error is not None:
             if self.host_up:
                 self.gpu.send(CPU, Cancel(row.id, row.state.epoch))
@@ -407,7 +407,7 @@ class Mover:
             ):
                 self.gpu.enqueue(row)
             elif row.phase in (Phase.DEMOTING, Phase.STORING):
-                row.phase = Phase.DECODE
+                row.stay()
         if lost:
             self.gpu.send(FRONTEND, Lost(lost))
         self._report_drained()

@@ -124,6 +124,11 @@ class Row:
             if self.phase is Phase.PREFILL:
                 self.phase = Phase.LANDING if self.tier == "host" else Phase.DECODE
 
+    def stay(self) -> None:
+        """It was to move to the host, and goes on here: what pages it was granted are not its."""
+        self.phase = Phase.DECODE
+        self.host_pages = []
+
     def forget_steps(self) -> None:
         """Whatever comes of the launched steps is not this row's any more."""
         self.steps.clear()

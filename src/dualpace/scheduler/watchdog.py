@@ -101,7 +101,7 @@ class Watchdog:
         mover.host_denied = True  # until it is heard of
         self.gpu.send(CPU, Cancel(row.id, row.state.epoch))
         if row.phase is Phase.DEMOTING:
-            row.phase = Phase.DECODE
+            row.stay()
         else:
             self.gpu.enqueue(row)
 
