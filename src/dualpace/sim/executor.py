@@ -9,7 +9,7 @@ context for every token is slow: a run that only measures goes without the pages
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from dualpace.core.logprobs import TokenLogprobs
@@ -55,11 +55,18 @@ class SimulatedMemory:
             tokens += [under_way.get((page, slot), token) for slot, token in enumerate(slots)]
         return tokens[: row.end]
 
-    def copy(self, job: CopyJob) -> None:
-        """Carry out a load or a store, or let land what is in transit."""
-        if job.kind == "land":
-            for (page, slot), token in self._transit.pop(job.request_id, {}).items():
-                self.page("host", page)[slot] = token
+    def in_transit(self, request_id: str) -> dict[tuple[int, int], int]:
+        """What is on its way to the host for the request: tokens by page and slot."""
+        return dict(self._transit.get(request_id, {}))
+
+    def copy(self, job: CopyJob, landing: Mapping[tuple[int, int], int]) -> None:
+        """Carry out a load or a store, or let `landing` land, which was in transit at its start."""
+        under_way = self._transit.get(job.request_id, {})
+        for (page, slot), token in landing.items():
+            self.page("host", page)[slot] = token
+            under_way.pop((page, slot), None)
+        if not under_way:
+            self._transit.pop(job.request_id, None)
         source: Tier = "host" if job.kind == "load" else "gpu"
         target: Tier = "gpu" if job.kind == "load" else "host"
         for old, new in zip(job.source, job.target, strict=True):
@@ -143,12 +150,15 @@ class SimulatedExecutor:
 
     def copy(self, job: CopyJob) -> SimulatedTicket[None]:
         ticket: SimulatedTicket[None] = SimulatedTicket()
+        landing = {}
+        if self._memory is not None and job.kind == "land":
+            landing = self._memory.in_transit(job.request_id)
 
         def complete() -> None:
             if self._closed:
                 return
             if self._memory is not None:
-                self._memory.copy(job)
+                self._memory.copy(job, landing)
             ticket.finish(None)
             self._wake()
 

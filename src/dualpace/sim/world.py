@@ -25,7 +25,7 @@ from dualpace.core.messages import (
     Submit,
     Tokens,
 )
-from dualpace.core.plan import Batch, CopyJob
+from dualpace.core.plan import Batch, CopyJob, Executor
 from dualpace.core.request import RequestState
 from dualpace.loop import EngineLoop
 from dualpace.policy.gated import GatedPolicy
@@ -98,7 +98,7 @@ class Engine:
 
     loop: EngineLoop
     port: SimulatedPort
-    executor: SimulatedExecutor
+    executor: Executor
     alive: bool = True
 
     def turn(self) -> None:
@@ -129,11 +129,12 @@ class World:
         *,
         check_kv: bool = True,
         gpu_depth: int = 2,
+        clock: VirtualClock | None = None,
     ) -> None:
         self.hardware = hardware
         self.policy = policy
         self.max_rows = max_rows
-        self.clock = VirtualClock()
+        self.clock = clock or VirtualClock()
         self.network = Network(self.clock, hardware.delay, hardware.fate)
         self.memory = SimulatedMemory(hardware.page_tokens) if check_kv else None
         self.streams: dict[str, Stream] = {}
@@ -142,13 +143,7 @@ class World:
         self.usable_host_pages = 0
         self.gated = isinstance(policy, GatedPolicy)
         self.gpu_scheduler = self._gpu_scheduler(max_tokens)
-        self.gpu = self._engine(
-            GPU,
-            self.gpu_scheduler,
-            hardware.gpu_step,
-            hardware.gpu_failure,
-            1 if self.gated else gpu_depth,
-        )
+        self.gpu = self._engine(GPU, self.gpu_scheduler, 1 if self.gated else gpu_depth)
         for part in range(1, REGISTERED_PARTS + 1):
             self.clock.at(hardware.registration * part / REGISTERED_PARTS, self._registered(part))
         self._start_cpu()
@@ -213,6 +208,20 @@ class World:
             assert mover.host_open
             assert mover.host_pages_free == self.cpu_scheduler.pool.free
 
+    def make_executor(self, name: EngineName, wake: Callable[[], None]) -> Executor:
+        """What an engine runs on, made anew at each of its starts. A subclass may put another one
+        here; what a killed engine's executor has under way when it is closed must never end."""
+        hardware, on_gpu = self.hardware, name == "gpu"
+        return SimulatedExecutor(
+            self.clock,
+            self.memory,
+            hardware.gpu_step if on_gpu else hardware.cpu_step,
+            hardware.copy,
+            wake,
+            hardware.gpu_failure if on_gpu else lambda batch: None,
+            lands=on_gpu and not self.gated,
+        )
+
     # -- inside ----------------------------------------------------------------------------------
 
     def _gpu_scheduler(self, max_tokens: int) -> GpuScheduler | GatedScheduler:
@@ -237,10 +246,8 @@ class World:
 
     def _engine(
         self,
-        name: str,
+        name: EngineName,
         scheduler: GpuScheduler | GatedScheduler | CpuScheduler,
-        step_time: Callable[[Batch], float],
-        failure: Callable[[Batch], Exception | None] = lambda batch: None,
         depth: int = 1,
     ) -> Engine:
         def turn() -> None:
@@ -251,15 +258,7 @@ class World:
             self.clock.at(self.clock.now + self.hardware.delay(name, name), turn)
 
         port = self.network.port(name, notice)
-        executor = SimulatedExecutor(
-            self.clock,
-            self.memory,
-            step_time,
-            self.hardware.copy,
-            turn,
-            failure,
-            lands=name == GPU and not self.gated,
-        )
+        executor = self.make_executor(name, turn)
         loop = EngineLoop(scheduler, executor, port, self.clock, depth)
         engine = Engine(loop, port, executor)
         return engine
@@ -269,7 +268,7 @@ class World:
         uses_host = self.policy.uses_host and not self.gated
         pages = hardware.host_pages if uses_host else 0
         self.cpu_scheduler = CpuScheduler(self.policy, pages, hardware.page_tokens, self.max_rows)
-        self.cpu = self._engine(CPU, self.cpu_scheduler, hardware.cpu_step)
+        self.cpu = self._engine(CPU, self.cpu_scheduler)
         if uses_host:
             self.port.send(GPU, PeerUp(self.network.generation, "", pages))
 
