@@ -1,7 +1,8 @@
 # make demo   a server with both engines at work, in under three minutes
 # make test   what CI runs: style, types, import contracts, tests
+# make soak   KV moves, aborts and faults at random, ten minutes long; DURATION=seconds, SEED=number
 #
-# Either one makes the virtual environment, installs pinned dependencies and builds the extension.
+# Each of them makes the virtual environment, installs pinned dependencies and builds the extension.
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,13 +14,21 @@ CONSTRAINTS := -c constraints.txt $(if $(shell command -v nvidia-smi),,-c constr
 EXTRA := $(if $(shell command -v nvidia-smi),[cuda],)
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check install clean
+DURATION ?= 600
+SEED := $(or $(SEED),$(shell date +%s))
+
+.PHONY: demo test soak check install clean
 
 demo: $(STAMP)
 	$(BIN)/dualpace demo
 
 test: check
 	$(BIN)/pytest
+
+# Half of the time on either executor that stands in for a GPU; the schedules take a few minutes more.
+soak: $(STAMP)
+	DUALPACE_SOAK_SECONDS=$$(($(DURATION) / 2)) DUALPACE_SOAK_SEED=$(SEED) \
+		$(BIN)/pytest -s --hypothesis-seed=$(SEED) tests/end_to_end/test_moves.py tests/sim/test_schedules.py
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dualpace.assist.mailbox import create_mailbox, mailbox_layout, open_mailbox
 from dualpace.core.config import DType, EngineConfig
 from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import CPU, FRONTEND, GPU, PeerUp, Submit, TokenEvent, Tokens
-from dualpace.core.plan import Batch, Executor, Route, StepResult, Ticket
+from dualpace.core.plan import Batch, Executor, Route, StepResult, Ticket, Tier
 from dualpace.core.request import RequestState
 from dualpace.cpu.executor import CpuExecutor
 from dualpace.cpu.model import CpuModel
@@ -101,6 +103,8 @@ class Engines:
             seed=0,
         )
         arena = bytearray(host_pages * page_bytes)
+        self._spec = spec
+        self._arena = arena
         self.route: Callable[[Batch], Route] = lambda batch: "local"
         cpu_end = gpu_end = None
         if gpu == "torch":
@@ -171,6 +175,23 @@ class Engines:
             scheduler.check_integrity()
             scheduler.pool.check_integrity(idle=True)
         return run
+
+    def kv_words(self, tier: Tier) -> NDArray[np.uint32]:
+        """The pool's own memory, as [pages, layers, 2, kv_heads, page_tokens, words]."""
+        spec = self._spec
+        pool: Any
+        if tier == "host":
+            pool = self._arena
+        elif isinstance(self.gpu, StandInExecutor):
+            pool = self.gpu._pools["gpu"]
+        else:
+            pool = self.gpu._runner._pools["gpu"].numpy()
+        shape = (-1, spec.num_layers, 2, spec.num_kv_heads, PAGE_TOKENS)
+        words = np.frombuffer(pool, np.uint32)
+        return words.reshape(*shape, words.size // np.prod(shape[1:]) // self._pages(tier))
+
+    def _pages(self, tier: Tier) -> int:
+        return self.config.host_pages if tier == "host" else self.config.gpu_pages or 0
 
     def close(self) -> None:
         self.gpu.close()
