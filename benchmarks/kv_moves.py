@@ -191,7 +191,7 @@ class KvMoves:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
-        self.row_pages = pages_for(given.context + 3 * (WARM_UP + given.steps), given.page_tokens)
+        self.row_pages = pages_for(given.context + WARM_UP + given.steps, given.page_tokens)
         self.decode_pages = given.rows * self.row_pages
         self.move_pages = pages_for(REQUEST_TOKENS, given.page_tokens)
         self.prompt_pages = pages_for(given.prompt + 1, given.page_tokens)
@@ -234,20 +234,18 @@ class KvMoves:
         return answer
 
     def decodes(self, executor: Executor, page_bytes: int) -> dict[str, dict[str, float]]:
-        """ITL without copies and beside a stream of either kind."""
+        """ITL without copies and beside a stream of either kind, of the same steps each time."""
         given = self.given
         shape = (given.rows, given.context, self.row_pages, given.page_tokens)
         answer = {}
-        first = 0
         for beside in (None, *DIRECTIONS):
             with contextlib.ExitStack() as stack:
                 stream = None
                 if beside is not None:
                     moves = jobs(beside, self.decode_pages, self.move_pages, scattered=False)
                     stream = stack.enter_context(UnbrokenStream(executor, moves))
-                run(executor, decode_steps(WARM_UP, first, *shape))
-                step_s = run(executor, decode_steps(given.steps, first + WARM_UP, *shape))
-            first += WARM_UP + given.steps
+                run(executor, decode_steps(WARM_UP, 0, *shape))
+                step_s = run(executor, decode_steps(given.steps, WARM_UP, *shape))
             answer[beside or "alone"] = itl(step_s)
             if stream is not None:
                 moved = stream.requests * self.move_pages * page_bytes
@@ -294,7 +292,7 @@ def main() -> None:
         report = {
             "rates": measure.rates(executor, config.page_bytes),
             "decodes": measure.decodes(executor, config.page_bytes),
-            "prompt": {"": measure.prompts(executor, config.max_num_batched_tokens)},
+            "prefill": {"": measure.prompts(executor, config.max_num_batched_tokens)},
         }
     for section, parts in report.items():
         for part, values in parts.items():
