@@ -21,6 +21,7 @@ import pytest
         "dualpace.sim.world",
         "dualpace.sim.machine",
         "dualpace.scheduler.gated",
+        "dualpace.scheduler.gated_cpu",
         "dualpace.cpu.executor",
         "dualpace.models.weights",
         "dualpace.cli.main",

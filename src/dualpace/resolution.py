@@ -25,7 +25,7 @@ from dualpace.gpu.device import cuda_device_count
 from dualpace.kv.pages import pages_for
 from dualpace.models.registry import resolve as resolve_source
 from dualpace.models.spec import load_spec
-from dualpace.policy.registry import make_policy
+from dualpace.policy.registry import uses_host
 from dualpace.profile.fingerprint import Fingerprint, take_fingerprint
 from dualpace.profile.settle import settle
 
@@ -57,14 +57,16 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
         )
     pages_per_sequence = pages_for(max_model_len, options.page_tokens)
     weight_bytes = spec.num_parameters * ELEMENT_BYTES[dtype]
+    # In gated steps the GPU does all dense work; a profile tells of the host by itself as well.
+    host_weights = options.host_weights == "auto" and (options.policy != "gated" or to_measure)
     pages = 0
-    if make_policy(options.policy, options.max_num_seqs).uses_host:
+    if uses_host(options.policy):
         asked = (
             None
             if options.host_kv_size == "auto"
             else parse_size(options.host_kv_size, "host-kv-size")
         )
-        copies = (device == "cpu") + (options.host_weights == "auto")
+        copies = (device == "cpu") + host_weights
         most = pages_per_sequence * options.max_num_seqs
         pages = host_pages("host-kv-size", asked, page_bytes, copies * weight_bytes, most)
     cores = choose_cores(options.cpu_cores)
@@ -73,16 +75,20 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
         gpu_pages = options.gpu_kv_tokens // options.page_tokens
     elif device == "cpu":
         # Prompts keep the stand-in busy, and decodes in their steps would wait for them.
-        gpu_pages = 0 if pages else pages_per_sequence * STANDIN_SEQUENCES
+        decodes = not pages or options.policy == "gated"
+        gpu_pages = pages_per_sequence * STANDIN_SEQUENCES if decodes else 0
     if gpu_pages == 0 and pages == 0:
         raise ConfigError(
             "there is no room for KV: --gpu-kv-tokens and --host-kv-size are both less than a page "
             f"({options.page_tokens} tokens, {format_size(page_bytes)})"
         )
+    if options.policy == "gated" and 0 in (pages, gpu_pages):
+        flag = "--gpu-kv-tokens" if pages else "--host-kv-size"
+        raise ConfigError(f"--policy gated needs KV room on both sides: {flag} is less than a page")
     # On the stand-in a step planned ahead only makes new requests wait longer.
     overlapped = options.async_scheduling
     if overlapped is None:
-        overlapped = device == "cuda"
+        overlapped = device == "cuda" and options.policy != "gated"
     config = EngineConfig(
         model=options.model,
         load_format=options.load_format,
@@ -102,7 +108,7 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
         cpu_ids=cores,
         cpu_isa=options.cpu_isa,
         cpu_routes=_routes(options, device, dtype) if pages else ("local",),
-        host_weights=options.host_weights == "auto",
+        host_weights=host_weights,
         seed=options.seed,
     )
     if not to_measure:
@@ -123,12 +129,14 @@ def _routes(options: EngineOptions, device: Device, dtype: DType) -> tuple[Route
     """Those that the CPU engine may choose from. On the stand-in, which shares the host's memory
     with it, an assist has nothing to give."""
     if device == "cuda" and dtype != "bfloat16":
+        if options.policy == "gated":
+            raise HardwareError(f"a GPU has no gated steps in {dtype}: --policy dualpace")
         if options.cpu_route not in ("auto", "local") or options.host_weights == "none":
             raise HardwareError(f"a GPU does not assist in {dtype}: --cpu-route local")
         return ("local",)
     if options.cpu_route != "auto":
         return (options.cpu_route,)
-    if options.host_weights == "none":
+    if options.policy == "gated" or options.host_weights == "none":
         return ("assist", "assist2")
     return ("local", "assist", "assist2") if device == "cuda" else ("local",)
 

@@ -36,12 +36,16 @@ from dualpace.loop import EngineLoop, Scheduler
 from dualpace.models.registry import resolve as resolve_source
 from dualpace.models.registry import resolve_tokenizer
 from dualpace.models.spec import load_spec
+from dualpace.policy.gated import longest_request
 from dualpace.policy.registry import make_policy
 from dualpace.policy.view import Policy
 from dualpace.profile.settle import host_rules, lacks_profile
 from dualpace.resolution import ELEMENT_BYTES, device_of, fingerprint_of, resolve
 from dualpace.runtime import remove as remove_runtime
+from dualpace.scheduler.attendant import Attendant
 from dualpace.scheduler.cpu import CpuScheduler
+from dualpace.scheduler.gated import GatedScheduler
+from dualpace.scheduler.gated_cpu import GatedCpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.server.frontend import Frontend, Limits
 from dualpace.server.tokenizer import NoTokenizer
@@ -241,6 +245,21 @@ def _build_gpu(
 ) -> tuple[Scheduler, Executor, EngineReady]:
     executor = gpu_executor(config, arena, wake, mailbox_fd, bar)
     policy = _policy(config, load_spec(resolve_source(config.model)))
+    tokens = executor.gpu_pages * config.page_tokens
+    ready = EngineReady(os.getpid(), tokens, config.page_tokens)
+    if config.policy == "gated":
+        gated = GatedScheduler(
+            policy,
+            executor.gpu_pages,
+            config.host_pages,
+            config.page_tokens,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            attendant=Attendant(),
+            usable_host_pages=lambda: executor.usable_host_pages,
+        )
+        longest = longest_request(executor.gpu_pages, config.page_tokens)
+        return gated, executor, msgspec.structs.replace(ready, longest=longest)
     scheduler = GpuScheduler(
         policy,
         executor.gpu_pages,
@@ -249,8 +268,6 @@ def _build_gpu(
         config.max_num_batched_tokens,
         usable_host_pages=lambda: executor.usable_host_pages,
     )
-    tokens = executor.gpu_pages * config.page_tokens
-    ready = EngineReady(os.getpid(), tokens, config.page_tokens)
     return scheduler, executor, ready
 
 
@@ -263,16 +280,20 @@ def _build_cpu(
     bar: bool = False,
 ) -> tuple[Scheduler, Executor, EngineReady]:
     executor = cpu_executor(config, arena, wake, mailbox_fd, bar)
-    policy = _policy(config, load_spec(resolve_source(config.model)))
-    scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     tokens = config.host_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)
+    if config.policy == "gated":  # the GPU engine must be able to hold every request
+        return GatedCpuScheduler(), executor, msgspec.structs.replace(ready, longest=0)
+    policy = _policy(config, load_spec(resolve_source(config.model)))
+    scheduler = CpuScheduler(policy, config.host_pages, config.page_tokens, config.max_num_seqs)
     return scheduler, executor, ready
 
 
 def _policy(config: EngineConfig, spec: ModelSpec) -> Policy:
     rules = host_rules(config, spec.num_parameters * ELEMENT_BYTES[config.dtype])
-    return make_policy(config.policy, config.max_num_seqs, rules, config.gpu_itl_target)
+    return make_policy(
+        config.policy, config.max_num_seqs, rules, config.gpu_itl_target, spec.num_layers
+    )
 
 
 def _die_with_parent(launch: Launch) -> None:

@@ -111,7 +111,10 @@ def test_ctrl_c_ends_with_what_was_measured(shape: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--policy", "gated"], "--policy must be one of"),
+        (["--policy", "best"], "--policy must be one of"),
+        (["--policy", "gated"], "--policy gated needs a profile"),
+        (["--policy", "gated", "--gpu-kv-tokens", "0"], "--gpu-kv-tokens is less than a page"),
+        (["--policy", "gated", "--cpu-route", "local"], "--cpu-route auto"),
         (["--warmup-seconds", "3"], "--warmup-seconds needs --duration"),
         (["--trace", "none.csv"], "cannot read the trace none.csv"),
         (["--json", "no/such/folder/r.json"], "is not a folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from dualpace.assist.mailbox import create_mailbox, mailbox_layout, open_mailbox
-from dualpace.core.config import DType, EngineConfig
+from dualpace.core.config import DType, EngineConfig, PolicyName
 from dualpace.core.logprobs import TokenLogprobs
 from dualpace.core.messages import CPU, FRONTEND, GPU, PeerUp, Submit, TokenEvent, Tokens
 from dualpace.core.plan import Batch, Executor, Route, StepResult, Ticket, Tier
@@ -33,7 +34,11 @@ from dualpace.models.registry import ModelSource, resolve
 from dualpace.models.spec import load_spec
 from dualpace.models.weights import iter_weights
 from dualpace.policy.view import Policy
+from dualpace.scheduler.attendant import Attendant
+from dualpace.scheduler.base import SchedulerBase
 from dualpace.scheduler.cpu import CpuScheduler
+from dualpace.scheduler.gated import GatedScheduler
+from dualpace.scheduler.gated_cpu import GatedCpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.sim.clock import VirtualClock
 from dualpace.sim.network import Network
@@ -47,11 +52,13 @@ REPETITION_PENALTY = 1.4
 
 @dataclass
 class Run:
-    """What came out: token ids by request, and which engine made each; logprobs where asked."""
+    """What came out: token ids by request, and which engine made each; logprobs where asked; moves:
+    what both schedulers have counted."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     engines: dict[str, list[str]] = field(default_factory=dict)
+    moves: Counter[str] = field(default_factory=Counter)
 
 
 class Rerouted:
@@ -77,6 +84,7 @@ class Engines:
         gpu: GpuKind,
         gpu_pages: int = 600,
         host_pages: int = 600,
+        policy: PolicyName = "dualpace",
     ) -> None:
         spec = load_spec(source)
         page_bytes = spec.page_bytes(PAGE_TOKENS, 4 if dtype == "float32" else 2)
@@ -85,7 +93,7 @@ class Engines:
             load_format="auto",
             dtype=dtype,
             device="cpu",
-            policy="dualpace",
+            policy=policy,
             max_model_len=spec.max_position_embeddings,
             max_num_seqs=256,
             max_num_batched_tokens=512,
@@ -138,10 +146,7 @@ class Engines:
         clock = VirtualClock()
         network = Network(clock, lambda sender, to: 0.0)
         frontend = network.port(FRONTEND, lambda: None)
-        schedulers = (
-            GpuScheduler(policy, config.gpu_pages or 0, PAGE_TOKENS, 256, 512),
-            CpuScheduler(policy, config.host_pages, PAGE_TOKENS, 256),
-        )
+        schedulers = self._schedulers(policy)
         loops = [
             EngineLoop(scheduler, executor, network.port(name, lambda: None), clock, depth)
             for scheduler, executor, name, depth in zip(
@@ -173,7 +178,9 @@ class Engines:
                 loop.step()
         for scheduler in schedulers:
             scheduler.check_integrity()
-            scheduler.pool.check_integrity(idle=True)
+            for pool in scheduler.pools:
+                pool.check_integrity(idle=True)
+            run.moves += scheduler.moves
         return run
 
     def kv_words(self, tier: Tier) -> NDArray[np.uint32]:
@@ -192,6 +199,18 @@ class Engines:
 
     def _pages(self, tier: Tier) -> int:
         return self.config.host_pages if tier == "host" else self.config.gpu_pages or 0
+
+    def _schedulers(self, policy: Policy) -> tuple[SchedulerBase, SchedulerBase]:
+        gpu_pages, host_pages = self.config.gpu_pages or 0, self.config.host_pages
+        if self.config.policy == "gated":
+            gated = GatedScheduler(
+                policy, gpu_pages, host_pages, PAGE_TOKENS, 256, 512, attendant=Attendant()
+            )
+            return gated, GatedCpuScheduler()
+        return (
+            GpuScheduler(policy, gpu_pages, PAGE_TOKENS, 256, 512),
+            CpuScheduler(policy, host_pages, PAGE_TOKENS, 256),
+        )
 
     def close(self) -> None:
         self.gpu.close()
@@ -229,6 +248,20 @@ def engines_by_kind() -> Iterator[Callable[[ModelSource, GpuKind], Engines]]:
 def make_engines(request: pytest.FixtureRequest, engines_by_kind: Any) -> MakeEngines:
     """Engines whose GPU half runs on one and on the other."""
     return partial(engines_by_kind, kind=request.param)
+
+
+@pytest.fixture
+def make_gated_engines() -> Iterator[Callable[[ModelSource, int, int], Engines]]:
+    """make(source, gpu_pages, host_pages): engines whose GPU half runs gated steps on torch."""
+    made: list[Engines] = []
+
+    def make(source: ModelSource, gpu_pages: int, host_pages: int) -> Engines:
+        made.append(Engines(source, "float32", "torch", gpu_pages, host_pages, policy="gated"))
+        return made[-1]
+
+    yield make
+    for engines in made:
+        engines.close()
 
 
 @pytest.fixture(scope="session")

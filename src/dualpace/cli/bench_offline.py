@@ -129,8 +129,10 @@ async def _measure(
 
 def _roof(server: Server, load: Load, console: Console) -> dict[str, float] | None:
     """What the profile says could be had at best, for requests as long as the load's are when half
-    of their output is there; None without a profile."""
+    of their output is there; None without a profile or under another policy than `dualpace`."""
     config, rooms = server.config, server.frontend.kv_tokens
+    if config.policy != "dualpace":
+        return None
     rules = host_rules(config, server.spec.num_parameters * ELEMENT_BYTES[config.dtype])
     if config.profile_file is None or rules is None:
         return None

@@ -85,7 +85,9 @@ class EngineFlags:
     host_weights: Annotated[
         str, typer.Option(help="auto, or none: the host has KV only, and the GPU engine assists.")
     ] = DEFAULTS["host_weights"]
-    policy: Annotated[str, typer.Option(help="dualpace or gpu-only.")] = DEFAULTS["policy"]
+    policy: Annotated[
+        str, typer.Option(help="dualpace, gpu-only, or gated (NEO's published scheduling).")
+    ] = DEFAULTS["policy"]
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = DEFAULTS["device"]
     page_tokens: Annotated[int, typer.Option(help="Tokens in a KV page: 16, 32 or 64.")] = DEFAULTS[
         "page_tokens"

@@ -70,6 +70,10 @@ def run(
     cpu_cores: CpuCores = None,
     max_model_len: MaxModelLen = None,
     load_format: LoadFormat = "auto",
+    policy: Annotated[
+        str,
+        typer.Option(help="gated: also what that policy asks for, CPU attention, without a GPU."),
+    ] = "dualpace",
     seconds: Annotated[
         float, typer.Option(min=0.0, help="About how long to measure, loading apart.")
     ] = 30.0,
@@ -84,6 +88,7 @@ def run(
             cpu_cores=cpu_cores,
             max_model_len=max_model_len,
             load_format=load_format,  # type: ignore[arg-type]  # checked by EngineOptions
+            policy=policy,  # type: ignore[arg-type]  # likewise
         )
         _report(measure_and_store(options, seconds))
 

@@ -18,7 +18,7 @@ from dualpace.core.plan import Route
 Device = Literal["cuda", "cpu"]
 DType = Literal["bfloat16", "float32"]
 PolicyName = Literal["dualpace", "gpu-only", "gated"]
-POLICIES: tuple[str, ...] = ("dualpace", "gpu-only")  # that the engines run; the simulator runs all
+POLICIES: tuple[PolicyName, ...] = ("dualpace", "gpu-only", "gated")
 ISAS: tuple[str, ...] = ("auto", "portable", "avx2", "avx512", "avx512_bf16")
 DTYPES = ("auto", "bfloat16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
@@ -92,6 +92,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        if self.policy == "gated" and self.cpu_route == "local":
+            raise ConfigError("--policy gated has no CPU iterations: --cpu-route auto")
+        if self.policy == "gated" and self.async_scheduling:
+            raise ConfigError("--policy gated runs one step at a time: --no-async-scheduling")
         if self.host_weights == "none" and self.cpu_route == "local":
             raise ConfigError("--cpu-route local needs weights on the host: --host-weights auto")
         for flag, target in (

@@ -9,7 +9,7 @@ speaks of a dead one is dropped by the receiver. Messages between two processes 
     frontend -> both          Abort
     either engine -> frontend Tokens, Failed, EngineReady, EngineStats
     GPU -> frontend           Lost
-    GPU -> CPU                Reserve, Cancel, Handoff, Recall, Loaded, Usable, GpuLoad
+    GPU -> CPU                Reserve, Cancel, Handoff, Recall, Loaded, Usable, GpuLoad, GatedRun
     CPU -> GPU                Grant, Deny, Release, KeepRow, Return, HostReport
     engine <-> engine         Gone
     supervisor -> GPU         PeerUp, PeerDown (answered with PeerDrained), HostGone
@@ -103,11 +103,15 @@ class Lost(Message, frozen=True):
 
 
 class EngineReady(Message, frozen=True):
-    """The engine answers from now on. Capacities are tokens of KV, 0 where it holds none."""
+    """The engine answers from now on. Capacities are tokens of KV, 0 where it holds none.
+
+    longest: tokens of the longest request that there is room for, where that is not `kv_tokens`.
+    """
 
     pid: int
     kv_tokens: int
     page_tokens: int
+    longest: int | None = None
 
 
 class EngineStats(Message, frozen=True):
@@ -178,6 +182,26 @@ class GpuLoad(Message, frozen=True):
 
     token_rate: float
     prefill_share: float
+
+
+class GatedRow(msgspec.Struct, frozen=True, array_like=True):
+    """A host row of a gated step: its token and that token's position, and its host pages."""
+
+    request_id: str
+    token: int
+    position: int
+    pages: list[int]
+
+
+class GatedRun(Message, frozen=True):
+    """Attend, through the mailbox, for these rows of the GPU engine's step `number`, which waits.
+
+    halves: of the halves that have host rows, a slot each. An earlier run that has not begun is not
+    waited for any more. There is no answer but in the mailbox.
+    """
+
+    number: int
+    halves: list[list[GatedRow]]
 
 
 # -- CPU engine to GPU engine --------------------------------------------------------------------
@@ -285,7 +309,7 @@ class Shutdown(Message, frozen=True):
 
 AnyMessage = (
     Submit | Abort | Tokens | Failed | Lost | EngineReady | EngineStats
-    | Reserve | Cancel | Handoff | Recall | Loaded | Usable | GpuLoad
+    | Reserve | Cancel | Handoff | Recall | Loaded | Usable | GpuLoad | GatedRun
     | Grant | Deny | Release | KeepRow | Return | HostReport
     | Gone | PeerUp | PeerDown | HostGone | PeerDrained | Shutdown
 )  # fmt: skip

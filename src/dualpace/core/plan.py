@@ -30,7 +30,8 @@ class BatchRow(msgspec.Struct, frozen=True):
     The step computes `tokens` at positions `start`, `start+1`, …, writes their KV into `pages` of
     `tier`, attends to positions 0 … `start+len(tokens)-1`, and, where `sample` is set, samples the
     token at position `start+len(tokens)`. `tokens` may be the one token `PENDING`. `history` is
-    there where the parameters penalise; a pending token is not in it.
+    there where the parameters penalise; a pending token is not in it. For a `gated` row, whose one
+    token's KV is the host's, the CPU engine attends within the GPU engine's step.
     """
 
     request_id: str
@@ -42,6 +43,7 @@ class BatchRow(msgspec.Struct, frozen=True):
     params: DecodeParams
     banned_ids: tuple[int, ...] = ()
     history: TokenCounts | None = None
+    gated: bool = False
 
     @property
     def end(self) -> int:
@@ -66,6 +68,7 @@ class BatchRow(msgspec.Struct, frozen=True):
 class Batch(msgspec.Struct, frozen=True):
     """One step of one engine. `number` counts the engine's steps from 1; `route` is a CPU
     iteration's; from row `second_half` on, the rows of a gated step take turns with those before.
+    For the CPU engine a batch with `second_half` is its part of a gated step, of that number.
     """
 
     number: int
@@ -76,6 +79,12 @@ class Batch(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
+
+    @property
+    def halves(self) -> tuple[tuple[BatchRow, ...], ...]:
+        """Rows of a gated step that go through a layer together, in one or two parts."""
+        split = len(self.rows) if self.second_half is None else self.second_half
+        return tuple(part for part in (self.rows[:split], self.rows[split:]) if part)
 
 
 class StepResult(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ are csrc/assist_program.h's. Does not know weights, and does not choose the rout
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,14 +41,43 @@ class AssistedDecoder:
         and for more rows than the mailbox takes.
         """
         self._iterations += 1
-        parts = split_rows(rows, min(slots, SLOTS))
+        return self._run(
+            self._iterations, split_rows(rows, min(slots, SLOTS)), rows, arena, page_tokens
+        )
+
+    def attend(
+        self,
+        step: int,
+        halves: Sequence[Sequence[BatchRow]],
+        arena: _native.Memory,
+        page_tokens: int,
+    ) -> None:
+        """Do this engine's part of the GPU engine's step of that number, each half in a slot.
+
+        Writes the rows' KV to their pages; what they sample is for the GPU engine. Errors as of
+        `decode`.
+        """
+        rows = [row for half in halves for row in half]
+        ends = list(accumulate(len(half) for half in halves))
+        parts = [range(end - len(half), end) for end, half in zip(ends, halves, strict=True)]
+        self._run(step, parts, rows, arena, page_tokens)
+
+    def _run(
+        self,
+        number: int,
+        parts: Sequence[Sequence[int]],
+        rows: Sequence[BatchRow],
+        arena: _native.Memory,
+        page_tokens: int,
+    ) -> tuple[NDArray[np.int32], dict[int, TokenLogprobs]]:
+        """parts: indices of each slot's rows."""
         order = [index for part in parts for index in part]
         ordered = [rows[index] for index in order]
         page_offsets, pages = ragged([row.pages for row in ordered])
         out = np.empty(len(rows), np.int32)
         outcome = self._native.decode_assisted(
             self._mailbox,
-            self._iterations,
+            number,
             [len(part) for part in parts],
             [encode_rules([rows[index] for index in part]) for part in parts],
             arena,
@@ -61,7 +91,7 @@ class AssistedDecoder:
             out,
         )
         if outcome != "ready":
-            raise AssistError(f"assisted iteration {self._iterations}: {_REASONS[outcome]}")
+            raise AssistError(f"assisted iteration {number}: {_REASONS[outcome]}")
         tokens = np.empty_like(out)
         tokens[order] = out
         logprobs: dict[int, TokenLogprobs] = {}

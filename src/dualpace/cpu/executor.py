@@ -44,9 +44,11 @@ class CpuExecutor:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dualpace-cpu")
 
     def launch(self, batch: Batch) -> Ticket[StepResult]:
-        """Start an iteration. Every row has one token and lives on the host.
+        """Start an iteration, or the host's part of a gated step. Every row has one token and lives
+        on the host.
 
-        The ticket yields a token id per row, None where `sample` is not set, and raises
+        The ticket yields a token id per row, None where `sample` is not set and for all of a gated
+        step, whose tokens are the GPU engine's, and raises
         `EngineError` if a row names a token, position or page that does not exist, `AssistError` if
         the GPU engine has not done its part.
         """
@@ -80,6 +82,9 @@ class CpuExecutor:
         highest = max((page for row in batch.rows for page in row.pages), default=0)
         self._preparer.use((highest + 1) * self._page_bytes)
         try:
+            if batch.second_half is not None:
+                self._model.attend(batch.number, batch.halves, self._arena, self._page_tokens)
+                return StepResult([None] * len(batch.rows))
             decoded = self._model.decode(
                 batch.rows, self._arena, self._page_tokens, route=batch.route
             )

@@ -149,6 +149,25 @@ class CpuModel:
         logits = np.empty((len(rows), self.spec.vocab_size), np.float32) if return_logits else None
         return self._run(rows, (), arena, page_tokens, logits)
 
+    def attend(
+        self,
+        step: int,
+        halves: Sequence[Sequence[BatchRow]],
+        arena: _native.Memory,
+        page_tokens: int,
+    ) -> None:
+        """Attend for the GPU engine's gated step of that number. Releases the GIL.
+
+        halves: up to two, in the order of the mailbox's slots, of rows with one token each. Arena
+        and errors as in `decode`.
+        """
+        if self._assisted is None:
+            raise ValueError("there is no mailbox for gated steps")
+        try:
+            self._assisted.attend(step, halves, arena, page_tokens)
+        except OverflowError as error:
+            raise ValueError(f"a row's number is out of range: {error}") from None
+
     def step(self, rows: Sequence[BatchRow], arena: _native.Memory, page_tokens: int) -> StepResult:
         """Run rows of any number of tokens: decodes, and chunks of prompts. Releases the GIL.
 

@@ -27,12 +27,14 @@ from dualpace.gpu.draw import PackedLogprobs, draw_plain, draw_special, previous
 from dualpace.gpu.flashinfer_attention import flashinfer
 from dualpace.gpu.flashinfer_model import FlashInferModel, fits
 from dualpace.gpu.gate import device_alone
+from dualpace.gpu.gated_model import GatedModel, TorchGatedModel
+from dualpace.gpu.gated_turns import GatedTurns
 from dualpace.gpu.kv_pools import KVPools, arena_pool, new_pool
 from dualpace.gpu.layer_graphs import LayerGraphs
 from dualpace.gpu.memory import largest_batch, measure_gpu_pages
 from dualpace.gpu.page_copies import PageCopies
 from dualpace.gpu.registration import PIECE_BYTES, Registration
-from dualpace.gpu.step_input import StepInput, flatten
+from dualpace.gpu.step_input import StepInput, end_to_end, flatten
 from dualpace.gpu.step_model import StepModel
 from dualpace.gpu.torch_model import TorchModel
 from dualpace.gpu.transit import Placement, Transit
@@ -53,11 +55,14 @@ class LaunchedStep:
     tokens: Tensor  # int64 [R], on the host once `arrived` has passed
     logprobs: PackedLogprobs | None  # likewise
     arrived: torch.cuda.Event | None
+    ended: Callable[[], None] | None = None  # raises `AssistError` if others have let it down
 
     def result(self) -> StepResult:
         """Wait for what has been sampled; its rows are those of the batch."""
         if self.arrived is not None:
             self.arrived.synchronize()
+        if self.ended is not None:
+            self.ended()
         tokens = self.tokens.tolist()
         outcome: list[int | None] = [None] * len(self.step.rows)
         for row in self.step.sampled_rows:
@@ -105,6 +110,7 @@ class ModelRunner:
         self._rows: dict[str, int] = {}
         self._graphs: DecodeGraphs | None = None
         self._assist: AssistService | None = None
+        self._gated: GatedModel | None = None
         self._mailbox: RegisteredMailbox | None = None
         if mailbox is not None and self._device.type == "cuda":
             if not self._fast:
@@ -147,6 +153,9 @@ class ModelRunner:
             few = msgspec.structs.replace(config, max_num_seqs=2, max_num_batched_tokens=64)
             self.launch(largest_batch(few)).result()
             self._assist = CudaAssistService(self._mailbox, self._model.layers, captured.assist)
+        elif mailbox is not None and config.policy == "gated":
+            turns = GatedTurns(mailbox, spec)
+            self._gated = TorchGatedModel(self._weights, spec, self._pools, turns)
         elif mailbox is not None:
             self._assist = TorchAssistService(mailbox, self._weights, spec, config.gpu_threads)
         logger.info("KV pools: %d GPU pages, %d host pages", self.gpu_pages, host_pages)
@@ -157,25 +166,35 @@ class ModelRunner:
         return len(self._host) if self._registration is None else self._registration.pages
 
     def launch(self, batch: Batch) -> LaunchedStep:
-        """Start a step; its tokens are there when the device comes to its end."""
+        """Start a step; its tokens are there when the device comes to its end.
+
+        Raises `AssistError` for a gated one in which the CPU engine takes no part.
+        """
         placement = Placement(batch, {}) if self._transit is None else self._transit.place(batch)
-        if self._copies is not None and any(row.tier == "host" for row in placement.batch.rows):
+        if self._copies is not None and any(
+            row.tier == "host" and not row.gated for row in placement.batch.rows
+        ):
             self._copies.finish_stores()  # the torch twin reads the host's pages by itself
-        step = flatten(placement.batch, self._config.page_tokens, self._rows, placement.far)
+        halves = self._flatten(placement)
+        step = halves[0] if len(halves) == 1 else end_to_end(*halves)
         self._rows = {}
         previous = previous_tokens(step, self._sampled)
+        ended = None
         if not step.rows:
             return LaunchedStep(step, torch.empty(0, dtype=torch.int64), None, None)
         if self._graphs is not None and self._graphs.takes(step):
             logits = self._graphs.run(step)
             logprobs = draw_special(step, logits, previous, self._sampled)
         else:
-            logits = self._model.forward(step, self._sampled)
+            if step.num_gated:
+                logits, ended = self._gated_model().forward(batch.number, halves, self._sampled)
+            else:
+                logits = self._model.forward(step, self._sampled)
             if self._fast:
                 draw_plain(step, logits, self._sampled)
             logprobs = draw_special(step, logits, previous, self._sampled, everyone=not self._fast)
         self._rows = {row.request_id: index for index, row in enumerate(step.rows) if row.sample}
-        launched = self._to_host(step, logprobs)
+        launched = self._to_host(step, logprobs, ended)
         if self._transit is not None:
             self._transit.depart(batch, placement)
         return launched
@@ -203,19 +222,39 @@ class ModelRunner:
         if self._assist is not None:
             self._assist.close()
             self._assist = None
+        if self._gated is not None:
+            self._gated.close()
+            self._gated = None
         if self._registration is not None:
             self._registration.close()
 
-    def _to_host(self, step: StepInput, logprobs: PackedLogprobs | None) -> LaunchedStep:
+    def _flatten(self, placement: Placement) -> list[StepInput]:
+        """The step, or the halves of a gated one."""
+        batch = placement.batch
+        halves = [batch]
+        if any(row.gated for row in batch.rows):
+            halves = [Batch(batch.number, rows) for rows in batch.halves]
+        return [
+            flatten(half, self._config.page_tokens, self._rows, placement.far) for half in halves
+        ]
+
+    def _gated_model(self) -> GatedModel:
+        if self._gated is None:
+            raise EngineError("this engine has no gated steps")
+        return self._gated
+
+    def _to_host(
+        self, step: StepInput, logprobs: PackedLogprobs | None, ended: Callable[[], None] | None
+    ) -> LaunchedStep:
         tokens = self._sampled[: len(step.rows)]
         if self._device.type == "cpu":
-            return LaunchedStep(step, tokens.clone(), logprobs, None)
+            return LaunchedStep(step, tokens.clone(), logprobs, None, ended)
         arrived = torch.cuda.Event(blocking=True)
         if logprobs is not None:
             logprobs = PackedLogprobs(logprobs.rows, _copy_to_host(logprobs.packed))
         on_host = _copy_to_host(tokens)
         arrived.record()
-        return LaunchedStep(step, on_host, logprobs, arrived)
+        return LaunchedStep(step, on_host, logprobs, arrived, ended)
 
     def _use_pools(self) -> None:
         """Set up `gpu_pages` pages; behind them one that nobody uses, which graphs need, and those

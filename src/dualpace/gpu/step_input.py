@@ -6,7 +6,7 @@ Pure translation on the host; chooses nothing, touches no pool and no device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -45,7 +45,8 @@ class StepInput:
     """A flattened batch. N tokens, R rows of which S sample.
 
     The rows are those of the batch in another order: first the decodes with KV on the GPU, then its
-    chunks of prompts, then what has its KV on the host, so that each kind is one run of tokens.
+    chunks of prompts, then what has its KV on the host, last the gated rows, so that each kind is
+    one run of tokens.
     """
 
     rows: list[BatchRow]
@@ -61,6 +62,11 @@ class StepInput:
     def num_decodes(self) -> int:
         """Rows, and tokens, of the first kind."""
         return sum(span.count == 1 and span.tier == "gpu" and not span.base for span in self.spans)
+
+    @property
+    def num_gated(self) -> int:
+        """Rows, and tokens, of the last kind."""
+        return sum(row.gated for row in self.rows)
 
 
 def flatten(
@@ -113,7 +119,24 @@ def flatten(
     )
 
 
+def end_to_end(first: StepInput, second: StepInput) -> StepInput:
+    """Both halves of a step as one, rows and tokens of the second behind those of the first."""
+    rows, tokens = len(first.rows), len(first.tokens)
+    return StepInput(
+        rows=first.rows + second.rows,
+        order=first.order + [rows + place for place in second.order],
+        spans=first.spans + [replace(span, first=tokens + span.first) for span in second.spans],
+        tokens=np.concatenate((first.tokens, second.tokens)),
+        sources=np.concatenate((first.sources, second.sources)),
+        positions=np.concatenate((first.positions, second.positions)),
+        sampled_rows=np.concatenate((first.sampled_rows, rows + second.sampled_rows)),
+        sampled_tokens=np.concatenate((first.sampled_tokens, tokens + second.sampled_tokens)),
+    )
+
+
 def _kind(row: BatchRow, far: Mapping[str, Sequence[int]]) -> int:
+    if row.gated:
+        return 3
     if row.tier == "host":
         return 2
     return 0 if len(row.tokens) == 1 and row.request_id not in far else 1

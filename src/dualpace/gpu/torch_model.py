@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,22 +25,35 @@ class TorchModel:
         self._attention = TorchAttention(pools, spec.group_size, weights.device)
 
     def forward(self, step: StepInput, previous: Tensor) -> Tensor:
-        arrays = upload(
-            {
-                "tokens": step.tokens,
-                "sources": step.sources,
-                "positions": step.positions,
-                "sampled": step.sampled_tokens,
-            },
-            self._weights.device,
-        )
-        tokens = with_previous(arrays["tokens"], arrays["sources"], previous)
+        tokens = upload_tokens(step, previous, self._weights.device)
         self._attention.plan(step.spans)
         hidden = reference.forward(
-            self._weights, self._spec, tokens, arrays["positions"], self._attention.run
+            self._weights, self._spec, tokens.ids, tokens.positions, self._attention.run
         )
-        sampled = hidden[arrays["sampled"]]
-        return torch.nn.functional.linear(sampled, self._weights.lm_head)
+        return torch.nn.functional.linear(hidden[tokens.sampled], self._weights.lm_head)
+
+
+class StepTokens(NamedTuple):
+    """Of a step's N tokens, on the device."""
+
+    ids: Tensor  # int64 [N]
+    positions: Tensor  # int64 [N]
+    sampled: Tensor  # int64 [S], last token of each sampled row
+
+
+def upload_tokens(step: StepInput, previous: Tensor, device: torch.device) -> StepTokens:
+    """previous: tokens by row of the step before."""
+    arrays = upload(
+        {
+            "tokens": step.tokens,
+            "sources": step.sources,
+            "positions": step.positions,
+            "sampled": step.sampled_tokens,
+        },
+        device,
+    )
+    ids = with_previous(arrays["tokens"], arrays["sources"], previous)
+    return StepTokens(ids, arrays["positions"], arrays["sampled"])
 
 
 def with_previous(tokens: Tensor, sources: Tensor, previous: Tensor) -> Tensor:

@@ -57,14 +57,15 @@ class Transit:
         far = {}
         kept: set[str] = set()
         for row in batch.rows:
-            passage = self._enter(row, kept) if row.tier == "host" else None
+            passes = row.tier == "host" and not row.gated
+            passage = self._enter(row, kept) if passes else None
             if passage is not None:
                 kept.add(row.request_id)
                 if passage.base:
                     far[row.request_id] = row.pages[: passage.base // self._page_tokens]
                 row = msgspec.structs.replace(row, tier="gpu", pages=list(passage.pages))
             rows.append(row)
-        return Placement(Batch(batch.number, tuple(rows)), far)
+        return Placement(msgspec.structs.replace(batch, rows=tuple(rows)), far)
 
     def depart(self, asked: Batch, placement: Placement) -> None:
         """The step has been launched: store what it computes once it has ended."""

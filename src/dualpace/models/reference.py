@@ -34,17 +34,46 @@ def forward(
 
     tokens, positions: int64 [N]; returns [N, H] in the weights' dtype.
     """
-    hidden = functional.embedding(tokens, weights.embed)
-    rotary = rotary_tables(spec, positions, weights.dtype)
-    for index, layer in enumerate(weights.layers):
-        normed = rms_norm(hidden, layer.input_norm, spec.rms_norm_eps)
-        q, k, v = project_qkv(normed, layer, spec, rotary)
-        attended = attend(index, q, k, v).reshape(-1, spec.q_size)
-        hidden = hidden + functional.linear(attended, layer.o)
-        normed = rms_norm(hidden, layer.post_norm, spec.rms_norm_eps)
+    passage = Passage(weights, spec, tokens, positions)
+    for layer in range(spec.num_layers):
+        passage.leave(layer, attend(layer, *passage.qkv))
+    return passage.normed()
+
+
+class Passage:
+    """Tokens on their way through the layers, at the attention of one: so others may go in between.
+
+    qkv: what that attention needs, as `Attend` takes it.
+    """
+
+    def __init__(
+        self, weights: Weights, spec: ModelSpec, tokens: Tensor, positions: Tensor
+    ) -> None:
+        """tokens, positions: int64 [N]."""
+        self._weights = weights
+        self._spec = spec
+        self._hidden = functional.embedding(tokens, weights.embed)
+        self._rotary = rotary_tables(spec, positions, weights.dtype)
+        self.qkv = self._project(0)
+
+    def leave(self, index: int, attended: Tensor) -> None:
+        """The rest of layer `index` after its attention [N, heads, D], and the next one's `qkv`."""
+        layer, eps = self._weights.layers[index], self._spec.rms_norm_eps
+        hidden = self._hidden + functional.linear(attended.reshape(-1, self._spec.q_size), layer.o)
+        normed = rms_norm(hidden, layer.post_norm, eps)
         gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
-        hidden = hidden + functional.linear(functional.silu(gate) * up, layer.down)
-    return rms_norm(hidden, weights.norm, spec.rms_norm_eps)
+        self._hidden = hidden + functional.linear(functional.silu(gate) * up, layer.down)
+        if index + 1 < self._spec.num_layers:
+            self.qkv = self._project(index + 1)
+
+    def normed(self) -> Tensor:
+        """Hidden states after the last norm, [N, H]."""
+        return rms_norm(self._hidden, self._weights.norm, self._spec.rms_norm_eps)
+
+    def _project(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        layer = self._weights.layers[index]
+        normed = rms_norm(self._hidden, layer.input_norm, self._spec.rms_norm_eps)
+        return project_qkv(normed, layer, self._spec, self._rotary)
 
 
 def logits(weights: Weights, hidden: Tensor) -> Tensor:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dualpace.kv.pages import pages_for
-from dualpace.policy.cost_model import CostModel
+from dualpace.policy.cost_model import CostModel, Operation
 from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView, RowView
 
 LAUNCH = 0.8e-3  # seconds that NEO counts for the launch of CPU attention, in each layer
 SWAP_IN_BELOW = 0.95  # of the GPU's pages
+GATED_OPERATIONS: tuple[Operation, ...] = ("gpu_decode", "gpu_prefill", "cpu_attention")
 SATURATED = 128  # tokens from which on the dense layers take longer for more of them
 
 
@@ -98,7 +99,8 @@ class GatedPolicy:
         moved = {row.id for row in (*out, *into)}
         plan = self._admit(view, [row for row in view.decoding if row not in out], into)
         plan.gpu_rows = [row for row in view.decoding if row.id not in moved]
-        plan.host_rows = [row for row in view.host if row.id not in moved]
+        if view.host_open:
+            plan.host_rows = [row for row in view.host if row.id not in moved]
         batches = self.batches(plan)
         prompts = {row.id for batch in batches for row in batch.prompts}
         gate = tuple(tuple(row.id for row in batch.host_rows) for batch in batches)
@@ -195,7 +197,11 @@ class GatedPolicy:
             if not plan.host_prompts and gpu + pages <= view.pages_total:
                 gpu += pages
                 plan.gpu_prompts.append(row)
-            elif through_gpu + pages <= view.pages_total and host + pages <= host_room:
+            elif (
+                view.host_open
+                and through_gpu + pages <= view.pages_total
+                and host + pages <= host_room
+            ):
                 host += pages
                 through_gpu += pages
                 plan.host_prompts.append(row)
@@ -204,6 +210,11 @@ class GatedPolicy:
             rows -= 1
             plan.tokens_left -= row.remaining
         return plan
+
+
+def longest_request(gpu_pages: int, page_tokens: int) -> int:
+    """Tokens of the longest request: each must be able to come back to the GPU."""
+    return max(0, round(SWAP_IN_BELOW * gpu_pages) - 1) * page_tokens
 
 
 def _uncovered(first: SubBatch, second: SubBatch) -> tuple[float, float]:

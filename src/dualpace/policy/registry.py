@@ -5,10 +5,15 @@ from __future__ import annotations
 from dualpace.core.config import PolicyName
 from dualpace.core.errors import ConfigError
 from dualpace.policy.dualpace import DualPacePolicy
-from dualpace.policy.gated import GatedPolicy
+from dualpace.policy.gated import GATED_OPERATIONS, GatedPolicy
 from dualpace.policy.gpu_only import GpuOnlyPolicy
 from dualpace.policy.host import HostRules
 from dualpace.policy.view import Policy
+
+
+def uses_host(name: PolicyName) -> bool:
+    """True if the policy called `name` keeps KV on the host."""
+    return name != "gpu-only"
 
 
 def make_policy(
@@ -26,6 +31,6 @@ def make_policy(
         case "gpu-only":
             return GpuOnlyPolicy()
         case "gated":
-            if host is None or not host.costs.covers("cpu_attention", "gpu_decode", "gpu_prefill"):
+            if host is None or not host.costs.covers(*GATED_OPERATIONS):
                 raise ConfigError("gated scheduling needs a profile with CPU attention in it")
             return GatedPolicy(host.costs, layers)

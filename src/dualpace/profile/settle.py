@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.errors import ConfigError
-from dualpace.core.plan import Route
 from dualpace.policy.cost_model import TableCostModel
+from dualpace.policy.gated import GATED_OPERATIONS
 from dualpace.policy.host import (
     HostRules,
     default_itl_target,
@@ -34,11 +33,13 @@ def settle(
 ) -> EngineConfig:
     """`config` with its profile and targets resolved, and without the host if that cannot help.
 
-    Raises `ConfigError` if a profile named by the user is of something else.
+    Raises `ConfigError` if a profile named by the user is of something else, or one is needed.
     """
+    if config.policy == "gated":
+        return _settle_gated(options, config, fingerprint)
     if config.policy != "dualpace" or not config.host_pages:
         return config
-    profile, file = _profile(options.profile, fingerprint, config.cpu_routes)
+    profile, file = _profile(options.profile, fingerprint, config)
     gpu_tokens = None if profile is None else profile.gpu_kv_tokens
     if config.gpu_pages is not None:
         gpu_tokens = config.gpu_pages * config.page_tokens
@@ -67,20 +68,46 @@ def settle(
 def lacks_profile(options: EngineOptions, config: EngineConfig, fingerprint: Fingerprint) -> bool:
     """True if a server with these options should be profiled first. On the stand-in it need not:
     its host is all there is, whatever it can do."""
-    helped = config.policy == "dualpace" and config.host_pages > 0 and config.device == "cuda"
+    helped = config.policy != "gpu-only" and config.host_pages > 0 and config.device == "cuda"
     return (
-        helped
-        and options.profile == "auto"
-        and (_profile("auto", fingerprint, config.cpu_routes)[0] is None)
+        helped and options.profile == "auto" and (_profile("auto", fingerprint, config)[0] is None)
     )
 
 
 def host_rules(config: EngineConfig, weight_bytes: int) -> HostRules | None:
     """What `settle` has settled, for an engine's policy; None where rows alone bound the host."""
     profile = None if config.profile_file is None else load(Path(config.profile_file))
+    if profile is not None and config.policy == "gated":
+        return HostRules(TableCostModel(profile.points), math.inf, config.cpu_routes)
     if profile is None and config.cpu_itl_target is None and config.cpu_routes == ("local",):
         return None
     return _rules(config, profile, weight_bytes, config.cpu_itl_target or math.inf)
+
+
+def _settle_gated(
+    options: EngineOptions, config: EngineConfig, fingerprint: Fingerprint
+) -> EngineConfig:
+    needs = "--policy gated needs a profile with CPU attention in it"
+    run = f"`dualpace profile run {options.model} --policy gated` measures one"
+    if options.profile == "none":
+        raise ConfigError(f"{needs}, and --profile is none; {run}")
+    file = path_of(fingerprint) if options.profile == "auto" else Path(options.profile)
+    try:
+        profile = find(fingerprint) if options.profile == "auto" else load(file)
+        require_same(profile.fingerprint, fingerprint)
+    except ConfigError as error:
+        raise ConfigError(f"{needs}: {error}; {run}") from None
+    if not _judges(profile, config):
+        raise ConfigError(f"{needs}: {file} has none; {run}")
+    return msgspec.structs.replace(config, profile_file=str(file))
+
+
+def _judges(profile: Profile, config: EngineConfig) -> bool:
+    """True if the policy's questions about the host have an answer in `profile`."""
+    costs = TableCostModel(profile.points)
+    if config.policy == "gated":
+        return costs.covers(*GATED_OPERATIONS)
+    return bool(runnable(costs, config.cpu_routes))
 
 
 def _rules(
@@ -113,7 +140,7 @@ def _rules(
 
 
 def _profile(
-    asked: str, here: Fingerprint, routes: Sequence[Route]
+    asked: str, here: Fingerprint, config: EngineConfig
 ) -> tuple[Profile | None, Path | None]:
     """The profile to use and its file, or neither."""
     if asked == "none":
@@ -127,7 +154,7 @@ def _profile(
     except ConfigError as error:
         logger.info("no profile: %s", error)
         return None, None
-    if not runnable(TableCostModel(profile.points), routes):
-        logger.info("the stored profile has no CPU iterations by these routes: it is not used")
+    if not _judges(profile, config):
+        logger.info("the stored profile lacks what --policy %s asks of it", config.policy)
         return None, None
     return profile, path_of(here)

@@ -116,6 +116,11 @@ class SchedulerBase(abc.ABC):
         self.send(self.peer, Gone(request_id, epoch + 1))  # it may be one ahead with a Release
 
     @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """Of the pages that are owned here."""
+        return (self.pool,)
+
+    @property
     def steps_under_way(self) -> int:
         return len(self._step_tables)
 
@@ -134,7 +139,6 @@ class SchedulerBase(abc.ABC):
         if now < self._stats_due:
             return
         self._stats_due = now + STATS_INTERVAL
-        stats = EngineStats(
-            self.steps, rows, waiting, self.pool.total, self.pool.free, dict(self.moves)
-        )
+        total, free = sum(pool.total for pool in self.pools), sum(pool.free for pool in self.pools)
+        stats = EngineStats(self.steps, rows, waiting, total, free, dict(self.moves))
         self.send(FRONTEND, stats)

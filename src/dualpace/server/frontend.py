@@ -87,6 +87,7 @@ class Frontend:
         self._choices: dict[str, _Choice] = {}
         self._arrivals = 0
         self._capacity: dict[EngineName, int] = {}  # tokens of KV, by engine
+        self._longest: dict[EngineName, int] = {}  # tokens of a request that it has room for
         self._up: set[EngineName] = set()
         self._seen: set[EngineName] = set()
         self._given_up: set[EngineName] = set()
@@ -116,7 +117,7 @@ class Frontend:
     @property
     def longest(self) -> int:
         """Most tokens of a request, prompt and output: what the model allows and a pool holds."""
-        return min(self.limits.max_model_len, max(self._capacity.values()))
+        return min(self.limits.max_model_len, max(self._longest.values()))
 
     @property
     def _needed(self) -> list[EngineName]:
@@ -131,6 +132,7 @@ class Frontend:
         """There is no CPU engine and none to count on: its pool holds nothing from now on."""
         self._given_up.add(CPU)
         self._capacity.pop(CPU, None)
+        self._longest.pop(CPU, None)
         self.metrics.engine_given_up(CPU)
 
     def fail_all(self, reason: str) -> None:
@@ -138,6 +140,7 @@ class Frontend:
         for engine in self._engines:
             self.engine_down(engine)
         self._capacity.clear()
+        self._longest.clear()
         for request_id in list(self._choices):
             self._fail(request_id, EngineError(reason))
 
@@ -266,8 +269,8 @@ class Frontend:
                 f"the maximum model length is {limits.max_model_len} tokens",
                 param=param,
             )
-        if size + 1 > max(self._capacity.values()):
-            held = ", ".join(f"{name} {tokens}" for name, tokens in self._capacity.items())
+        if size + 1 > max(self._longest.values()):
+            held = ", ".join(f"{name} {tokens}" for name, tokens in self._longest.items())
             held += "".join(f", {name} is down" for name in self.given_up)
             raise CapacityError(
                 f"the prompt has {size} tokens and needs KV room for {size + 1}, "
@@ -302,8 +305,9 @@ class Frontend:
             case Lost(requests):
                 for request_id, epoch in requests:
                     self._on_lost(request_id, epoch)
-            case EngineReady(kv_tokens=kv_tokens):
+            case EngineReady(kv_tokens=kv_tokens, longest=longest):
                 self._capacity[engine] = kv_tokens
+                self._longest[engine] = kv_tokens if longest is None else longest
                 self._up.add(engine)
                 self._given_up.discard(engine)
                 self.metrics.engine_up(engine, again=engine in self._seen)

@@ -14,7 +14,7 @@ from dualpace.core.config import EngineOptions, PolicyName
 from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Route
 from dualpace.policy.cost_model import TableCostModel
-from dualpace.policy.gated import SWAP_IN_BELOW
+from dualpace.policy.gated import longest_request
 from dualpace.policy.host import HostRules, default_itl_target, runnable, why_no_help
 from dualpace.policy.registry import make_policy
 from dualpace.policy.view import Policy
@@ -47,8 +47,8 @@ class Machine:
     def largest_request(self, policy: PolicyName) -> int:
         """Tokens of prompt and output that some tier can hold."""
         page_tokens = self.profile.fingerprint.page_tokens
-        if policy == "gated":  # every request must be able to come back to the GPU
-            return (round(SWAP_IN_BELOW * self.gpu_pages) - 1) * page_tokens
+        if policy == "gated":
+            return longest_request(self.gpu_pages, page_tokens)
         pages = self.gpu_pages if policy == "gpu-only" else max(self.gpu_pages, self.host_pages)
         return pages * page_tokens
 
