@@ -52,7 +52,8 @@ def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
     than it takes to tell the time that a token of KV takes.
     """
     pages = min(config.host_pages, PROBED_BYTES // config.page_bytes)
-    config = msgspec.structs.replace(config, host_pages=pages)
+    # Gated steps are judged by what assists take.
+    config = msgspec.structs.replace(config, host_pages=pages, policy="dualpace")
     arena = own_arena(config)
     gpu: TorchExecutor | StandInExecutor
     if config.cpu_routes != ("local",) and arena is not None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from dualpace.core.errors import StepTooLargeError
+from dualpace.core.errors import AssistError, StepTooLargeError
 from dualpace.core.plan import Batch
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
@@ -179,6 +179,45 @@ def test_gated_steps_keep_every_page_in_its_place(seed: int) -> None:
         assert stream.received == expected(state)[: len(stream.received)]
         assert stream.aborted or stream.complete
     assert world.gpu_scheduler.moves["gated"] > 0
+    world.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_gated_steps_outlive_the_cpu_engine_that_attends_for_them(seed: int) -> None:
+    """It dies, or lets a step down; prompts come in chunks and land later; some steps are too
+    large, some hosts too small for what is swapped out: no output changes, every page comes back.
+    """
+    rng = random.Random(seed)
+    unreliable, tight = rng.choice([0.0, 0.05]), rng.choice([None, 30])
+
+    def failure(batch: Batch) -> Exception | None:
+        gated = any(row.gated for row in batch.rows)
+        if gated and (not world.cpu.alive or rng.random() < unreliable):
+            return AssistError("the CPU engine gave up its part")
+        if tight is not None and batch.num_tokens > tight:
+            return StepTooLargeError(f"{tight}")
+        return None
+
+    world = World(
+        replace(hardware(rng, 30, rng.choice([12, 40, 200])), gpu_failure=failure),
+        GatedPolicy(GATED_COSTS, layers=2, launch=0.0),
+        max_rows=rng.choice([4, 32]), max_tokens=rng.choice([20, 400]), attended=True,
+    )  # fmt: skip
+    requests = [request(rng, i, rng.randint(2, 80)) for i in range(50)]
+    for state in requests:
+        world.submit(rng.uniform(0, 1.0), state)
+        if seed % 2 and rng.random() < 0.3:
+            world.abort(rng.uniform(0, 3.0), state.id)
+    if seed % 4 >= 2:
+        for _ in range(3):
+            world.crash_cpu(rng.uniform(0, 6.0))
+    world.tick(until=300)
+    world.run(until=3000)
+    for state in requests:
+        stream = world.streams[state.id]
+        assert stream.failed is None
+        assert stream.received == expected(state)[: len(stream.received)]
+        assert stream.aborted or stream.complete
     world.check_integrity()
 
 

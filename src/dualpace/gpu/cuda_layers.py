@@ -7,6 +7,7 @@ rows: where KV goes is told token by token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +58,18 @@ class Flow:
     def first(self, tokens: int) -> Flow:
         """Of the first `tokens` tokens."""
         return Flow(*(getattr(self, name)[:tokens] for name in self.__dataclass_fields__))
+
+
+class LayerPassage(Protocol):
+    """A step's tokens at the attention of a layer: whoever has filled `flow.attended` lets them
+    `leave` it."""
+
+    @property
+    def flow(self) -> Flow: ...
+
+    def leave(self, index: int) -> Tensor:
+        """As `CudaLayers.leave`."""
+        ...
 
 
 class CudaLayers:
@@ -118,3 +131,22 @@ class CudaLayers:
             flow.qkv, (flow.cos, flow.sin), norms, self.spec.rms_norm_eps,
             inputs.pages, inputs.offsets, self.pool[:, index], flow.query,
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EagerPassage:
+    """`LayerPassage` kernel by kernel, for any number of tokens."""
+
+    layers: CudaLayers
+    inputs: TokenInputs
+    flow: Flow
+
+    @classmethod
+    def enter(cls, layers: CudaLayers, inputs: TokenInputs, previous: Tensor) -> EagerPassage:
+        """previous: as for `CudaLayers.enter`."""
+        flow = Flow.new(layers.spec, len(inputs.tokens), layers.weights.device)
+        layers.enter(inputs, previous, flow)
+        return cls(layers, inputs, flow)
+
+    def leave(self, index: int) -> Tensor:
+        return self.layers.leave(index, self.inputs, self.flow)

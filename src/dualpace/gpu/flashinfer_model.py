@@ -5,13 +5,21 @@ Rows that have their KV on the host are attended by the torch twin, in the same 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from dualpace.core.model_spec import ModelSpec
-from dualpace.gpu.cuda_layers import CudaLayers, Flow, TokenInputs
+from dualpace.gpu.cuda_layers import (
+    CudaLayers,
+    EagerPassage,
+    Flow,
+    LayerPassage,
+    TokenInputs,
+)
 from dualpace.gpu.far_context import FarContext
 from dualpace.gpu.flashinfer_attention import (
     WORKSPACE_BYTES,
@@ -30,29 +38,37 @@ from dualpace.models.torch_weights import Weights
 HEAD_DIMS = (64, 128, 256)  # that FlashInfer's kernels are made for
 
 
-class FlashInferModel:
-    """Runs any step; with `graphs`, the smaller ones through them."""
+class StepAttention:
+    """Attention of one step at a time, all but that of its gated rows: `plan`, then `run` for each
+    layer in order."""
 
     def __init__(
-        self, weights: Weights, spec: ModelSpec, pools: KVPools, copies: PageCopies
+        self, spec: ModelSpec, pools: KVPools, workspace: Tensor, copies: PageCopies
     ) -> None:
-        self.layers = CudaLayers(weights, spec, pools["gpu"])
-        self.pools = pools
-        self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=weights.device)
-        self.graphs: LayerGraphs | None = None
-        self._decode = DecodeAttention(spec, pools.page_tokens, self.workspace)
-        self._prefill = PrefillAttention(spec, pools.page_tokens, self.workspace)
-        self._far = FarContext(spec, pools.page_tokens, self.workspace, copies)
-        self._host = TorchAttention(pools, spec.group_size, weights.device)
+        """workspace: uint8 on the device, may be shared by steps on one stream."""
+        self._spec = spec
+        self._pools = pools
+        self._decode = DecodeAttention(spec, pools.page_tokens, workspace)
+        self._prefill = PrefillAttention(spec, pools.page_tokens, workspace)
+        self._far = FarContext(spec, pools.page_tokens, workspace, copies)
+        self._host = TorchAttention(pools, spec.group_size, workspace.device)
+        self._has_far = False
+        # Tokens end to end: decodes, chunks of prompts, those with KV on the host, gated ones.
+        self._decodes = self._on_gpu = self._planned = self._tokens = 0
 
-    def forward(self, step: StepInput, previous: Tensor) -> Tensor:
-        weights, spec, pool = self.layers.weights, self.layers.spec, self.pools["gpu"]
+    def plan(self, step: StepInput) -> dict[str, Tensor]:
+        """Returns the step's arrays on the device, those of `TokenInputs` and `sampled`."""
+        pool = self._pools["gpu"]
         on_gpu = [span for span in step.spans if span.tier == "gpu"]
+        on_host = step.spans[len(on_gpu) : len(step.spans) - step.num_gated]
         decodes, chunks = on_gpu[: step.num_decodes], on_gpu[step.num_decodes :]
-        split, here, total = len(decodes), sum(span.count for span in on_gpu), len(step.tokens)
-        decode_tables = BlockTables.of(decodes, self.pools.page_tokens, len(pool))
-        chunk_tables = BlockTables.of(chunks, self.pools.page_tokens, len(pool))
-        elsewhere = np.full(total - here, -1, dtype=np.int32)
+        self._decodes = len(decodes)
+        self._on_gpu = sum(span.count for span in on_gpu)
+        self._planned = self._on_gpu + sum(span.count for span in on_host)
+        self._tokens = len(step.tokens)
+        decode_tables = BlockTables.of(decodes, self._pools.page_tokens, len(pool))
+        chunk_tables = BlockTables.of(chunks, self._pools.page_tokens, len(pool))
+        elsewhere = np.full(self._tokens - self._on_gpu, -1, dtype=np.int32)
         arrays = upload(
             {
                 "tokens": step.tokens,
@@ -64,7 +80,7 @@ class FlashInferModel:
                 "decode_indices": decode_tables.indices,
                 "chunk_indices": chunk_tables.indices,
             },
-            weights.device,
+            pool.device,
         )
         if decodes:
             self._decode.plan(decode_tables, arrays["decode_indices"])
@@ -72,39 +88,66 @@ class FlashInferModel:
             counts = [span.count for span in chunks]
             self._prefill.plan(counts, chunk_tables, arrays["chunk_indices"])
         far = [span for span in chunks if span.far]
+        self._has_far = bool(far)
         self._far.plan(far, [span.far for span in far])
-        if here < total:
-            self._host.plan([span for span in step.spans if span.tier == "host"])
+        if on_host:
+            self._host.plan(on_host)
+        return arrays
 
-        def attend(layer: int, flow: Flow) -> None:
-            pages = pool[:, layer]
-            if decodes:
-                self._decode.run(flow.query[:split], pages, flow.attended[:split])
-            if far:
-                lse = torch.empty((total, spec.num_heads), device=flow.query.device)
-                lse[split:here] = self._prefill.run_with_lse(
-                    flow.query[split:here], pages, flow.attended[split:here]
-                )
-                self._far.run(layer, flow.query, flow.attended, lse)
-            elif chunks:
-                self._prefill.run(flow.query[split:here], pages, flow.attended[split:here])
-            if here < total:
-                heads = flow.qkv.view(total, -1, spec.head_dim)
-                sizes = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-                _, k, v = heads.split(sizes, dim=1)
-                flow.attended[here:] = self._host.run(layer, flow.query, k, v)[here:]
+    def run(self, layer: int, flow: Flow) -> None:
+        spec, pages = self._spec, self._pools["gpu"][:, layer]
+        split, here, planned = self._decodes, self._on_gpu, self._planned
+        if split:
+            self._decode.run(flow.query[:split], pages, flow.attended[:split])
+        if self._has_far:
+            lse = torch.empty((self._tokens, spec.num_heads), device=flow.query.device)
+            lse[split:here] = self._prefill.run_with_lse(
+                flow.query[split:here], pages, flow.attended[split:here]
+            )
+            self._far.run(layer, flow.query, flow.attended, lse)
+        elif split < here:
+            self._prefill.run(flow.query[split:here], pages, flow.attended[split:here])
+        if here < planned:
+            heads = flow.qkv.view(self._tokens, -1, spec.head_dim)
+            sizes = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+            _, k, v = heads.split(sizes, dim=1)
+            attended = self._host.run(layer, flow.query, k, v)
+            flow.attended[here:planned] = attended[here:planned]
 
-        names = TokenInputs.__dataclass_fields__
-        inputs = TokenInputs(**{name: arrays[name] for name in names})
-        if self.graphs is not None and self.graphs.takes(total):
-            hidden = self.graphs.run(inputs, attend)
-        else:
-            flow = Flow.new(spec, total, weights.device)
-            self.layers.enter(inputs, previous, flow)
-            for index in range(spec.num_layers):
-                attend(index, flow)
-                hidden = self.layers.leave(index, inputs, flow)
+
+class FlashInferModel:
+    """Runs any step; with `graphs`, the smaller ones through them."""
+
+    def __init__(
+        self, weights: Weights, spec: ModelSpec, pools: KVPools, copies: PageCopies
+    ) -> None:
+        self.layers = CudaLayers(weights, spec, pools["gpu"])
+        self.pools = pools
+        self.workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=weights.device)
+        self.graphs: LayerGraphs | None = None
+        self.attention = StepAttention(spec, pools, self.workspace, copies)
+
+    def forward(self, step: StepInput, previous: Tensor) -> Tensor:
+        weights = self.layers.weights
+        arrays = self.attention.plan(step)
+        passage = enter(self.layers, self.graphs, arrays, previous)
+        for index in range(self.layers.spec.num_layers):
+            self.attention.run(index, passage.flow)
+            hidden = passage.leave(index)
         return functional.linear(hidden[arrays["sampled"]], weights.lm_head)
+
+
+def enter(
+    layers: CudaLayers,
+    graphs: LayerGraphs | None,
+    arrays: Mapping[str, Tensor],
+    previous: Tensor,
+) -> LayerPassage:
+    """Begin a step with what `StepAttention.plan` has returned, by graphs if they take it."""
+    inputs = TokenInputs(**{name: arrays[name] for name in TokenInputs.__dataclass_fields__})
+    if graphs is not None and graphs.takes(len(inputs.tokens)):
+        return graphs.enter(inputs)
+    return EagerPassage.enter(layers, inputs, previous)
 
 
 def fits(spec: ModelSpec, dtype: torch.dtype) -> bool:

@@ -26,6 +26,8 @@ class GatedTurns:
     def __init__(self, mailbox: Mailbox, spec: ModelSpec) -> None:
         self.mailbox = mailbox
         self.slots = [SlotTensors.of(mailbox, spec, slot) for slot in range(SLOTS)]
+        # Where the layout's offsets count from, for words that a device waits for and writes.
+        self.address = self.slots[0].tokens.data_ptr() - mailbox.layout.area(0, "tokens")[0]
         self._layers = spec.num_layers
         self._asked: dict[int, tuple[int, int]] = {}  # step and rows, by slot; not begun
         self._changed = threading.Condition()

@@ -7,7 +7,7 @@ may have to be moved there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +17,20 @@ from dualpace.gpu.gate import device_alone
 
 # Tokens that graphs are captured for. Above, the GPU takes longer than the host, and padding costs.
 SIZES = (*range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
+
+
+@dataclass(frozen=True)
+class GraphPassage:
+    """`LayerPassage` by graphs."""
+
+    flow: Flow
+    graphs: list[torch.cuda.CUDAGraph]  # one a layer
+    hidden: Tensor  # [N, H]
+
+    def leave(self, index: int) -> Tensor:
+        """As `CudaLayers.leave`; what it returns is there after the last layer only."""
+        self.graphs[index].replay()
+        return self.hidden
 
 
 class LayerGraphs:
@@ -48,11 +62,8 @@ class LayerGraphs:
         """True if there are graphs for a step of so many tokens."""
         return bool(self._sizes) and tokens <= self._sizes[-1]
 
-    def run(self, inputs: TokenInputs, attend: Callable[[int, Flow], None]) -> Tensor:
-        """Run the step, calling attend(layer, flow) for each layer.
-
-        Returns the model's last hidden states [N, H], which the next step will overwrite.
-        """
+    def enter(self, inputs: TokenInputs) -> GraphPassage:
+        """Begin the step. Its hidden states will be overwritten by the next one."""
         tokens = len(inputs.tokens)
         size = next(size for size in self._sizes if size >= tokens)
         for name in TokenInputs.__dataclass_fields__:
@@ -62,10 +73,7 @@ class LayerGraphs:
         flow = self._flow.first(tokens)
         graphs, hidden = self._graphs[size]
         graphs[0].replay()
-        for index, graph in enumerate(graphs[1:]):
-            attend(index, flow)
-            graph.replay()
-        return hidden[:tokens]
+        return GraphPassage(flow, graphs[1:], hidden[:tokens])
 
     def _capture(self, size: int) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
         flow = self._flow.first(size)

@@ -27,6 +27,7 @@ from dualpace.gpu.draw import PackedLogprobs, draw_plain, draw_special, previous
 from dualpace.gpu.flashinfer_attention import flashinfer
 from dualpace.gpu.flashinfer_model import FlashInferModel, fits
 from dualpace.gpu.gate import device_alone
+from dualpace.gpu.gated_cuda import CudaGatedModel
 from dualpace.gpu.gated_model import GatedModel, TorchGatedModel
 from dualpace.gpu.gated_turns import GatedTurns
 from dualpace.gpu.kv_pools import KVPools, arena_pool, new_pool
@@ -114,9 +115,10 @@ class ModelRunner:
         self._mailbox: RegisteredMailbox | None = None
         if mailbox is not None and self._device.type == "cuda":
             if not self._fast:
+                instead = "--policy dualpace" if config.policy == "gated" else "--cpu-route local"
                 raise HardwareError(
                     f"a GPU does not assist the CPU engine in {config.dtype} with head size "
-                    f"{spec.head_dim}: --cpu-route local"
+                    f"{spec.head_dim}: {instead}"
                 )
             self._mailbox = RegisteredMailbox(mailbox, spec)
         host_pages = config.host_pages if arena is not None else 0
@@ -152,7 +154,12 @@ class ModelRunner:
             # A kernel that is loaded later might wait for an assisted iteration to end.
             few = msgspec.structs.replace(config, max_num_seqs=2, max_num_batched_tokens=64)
             self.launch(largest_batch(few)).result()
-            self._assist = CudaAssistService(self._mailbox, self._model.layers, captured.assist)
+            if captured.gated is not None and self._copies is not None:
+                self._gated = CudaGatedModel(
+                    self._model, self._copies, captured.gated, self._mailbox
+                )
+            else:
+                self._assist = CudaAssistService(self._mailbox, self._model.layers, captured.assist)
         elif mailbox is not None and config.policy == "gated":
             turns = GatedTurns(mailbox, spec)
             self._gated = TorchGatedModel(self._weights, spec, self._pools, turns)
@@ -287,15 +294,19 @@ class ModelRunner:
             self._model, self._sampled, self._config.max_num_seqs, scratch_page=self.gpu_pages
         )
         assist: list[SlotGraphs] = []
-        if self._mailbox is not None:
+        gated: LayerGraphs | None = None
+        if self._mailbox is not None and self._config.policy == "gated":
+            gated = LayerGraphs(layers, self._sampled, self._config.max_num_batched_tokens)
+        elif self._mailbox is not None:
             assist = [SlotGraphs(layers, self._mailbox.mailbox, slot) for slot in range(SLOTS)]
-        return _Captured(decode, assist)
+        return _Captured(decode, assist, gated)
 
 
 @dataclass(frozen=True)
 class _Captured:
     decode: DecodeGraphs
     assist: list[SlotGraphs]
+    gated: LayerGraphs | None  # of second halves
 
 
 def _copy_to_host(values: Tensor) -> Tensor:

@@ -200,4 +200,4 @@ class SimulatedExecutor:
         return tokens
 
     def _in_transit(self, row: BatchRow) -> bool:
-        return self._lands and row.tier == "host"
+        return self._lands and row.tier == "host" and not row.gated

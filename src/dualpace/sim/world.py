@@ -30,8 +30,10 @@ from dualpace.core.request import RequestState
 from dualpace.loop import EngineLoop
 from dualpace.policy.gated import GatedPolicy
 from dualpace.policy.view import Policy
+from dualpace.scheduler.attendant import Attendant
 from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gated import GatedScheduler
+from dualpace.scheduler.gated_cpu import GatedCpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.sim.clock import VirtualClock
 from dualpace.sim.executor import SimulatedExecutor, SimulatedMemory, simulated_logprobs
@@ -118,6 +120,8 @@ class World:
     """Submit, abort and crash at chosen times, then `run`.
 
     Without `check_kv` pages have no contents and all tokens are the same: fast, for measurements.
+    Under a gated policy host rows are attended to by the GPU engine's steps themselves, or, if
+    `attended`, with a CPU engine that is told of them and may die, as in the product.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class World:
         check_kv: bool = True,
         gpu_depth: int = 2,
         clock: VirtualClock | None = None,
+        attended: bool = False,
     ) -> None:
         self.hardware = hardware
         self.policy = policy
@@ -142,6 +147,7 @@ class World:
         self.port = self.network.port(FRONTEND, self._receive)
         self.usable_host_pages = 0
         self.gated = isinstance(policy, GatedPolicy)
+        self.attendant = Attendant() if self.gated and attended else None
         self.gpu_scheduler = self._gpu_scheduler(max_tokens)
         self.gpu = self._engine(GPU, self.gpu_scheduler, 1 if self.gated else gpu_depth)
         for part in range(1, REGISTERED_PARTS + 1):
@@ -197,10 +203,13 @@ class World:
         for engine in (self.gpu, self.cpu):
             engine.loop.scheduler.idle()
         for scheduler in (self.gpu_scheduler, self.cpu_scheduler):
-            scheduler.pool.check_integrity(idle=True)
-            assert not scheduler.rows, scheduler.rows
-        if isinstance(self.gpu_scheduler, GatedScheduler):
-            self.gpu_scheduler.host_pool.check_integrity(idle=True)
+            for pool in scheduler.pools:
+                pool.check_integrity(idle=True)
+            if not isinstance(scheduler, GatedCpuScheduler):
+                assert not scheduler.rows, scheduler.rows
+        if isinstance(self.gpu_scheduler, GatedScheduler) or isinstance(
+            self.cpu_scheduler, GatedCpuScheduler
+        ):
             return
         mover = self.gpu_scheduler.mover
         assert not mover.ending
@@ -214,12 +223,13 @@ class World:
         hardware, on_gpu = self.hardware, name == "gpu"
         return SimulatedExecutor(
             self.clock,
-            self.memory,
+            # What a CPU engine does within the GPU engine's steps is done with these.
+            self.memory if on_gpu or self.attendant is None else None,
             hardware.gpu_step if on_gpu else hardware.cpu_step,
             hardware.copy,
             wake,
             hardware.gpu_failure if on_gpu else lambda batch: None,
-            lands=on_gpu and not self.gated,
+            lands=on_gpu and (not self.gated or self.attendant is not None),
         )
 
     # -- inside ----------------------------------------------------------------------------------
@@ -228,9 +238,11 @@ class World:
         """The GPU engine's; for a gated policy the only one, which owns the host's pages, too."""
         hardware = self.hardware
         if self.gated:
+            usable = hardware.host_pages if self.attendant is None else 0
             return GatedScheduler(
                 self.policy, hardware.gpu_pages, hardware.host_pages, hardware.page_tokens,
-                self.max_rows, max_tokens,
+                self.max_rows, max_tokens, attendant=self.attendant,
+                usable_host_pages=lambda: max(usable, self.usable_host_pages),
             )  # fmt: skip
         return GpuScheduler(
             self.policy, hardware.gpu_pages, hardware.page_tokens, self.max_rows, max_tokens,
@@ -247,7 +259,7 @@ class World:
     def _engine(
         self,
         name: EngineName,
-        scheduler: GpuScheduler | GatedScheduler | CpuScheduler,
+        scheduler: GpuScheduler | GatedScheduler | CpuScheduler | GatedCpuScheduler,
         depth: int = 1,
     ) -> Engine:
         def turn() -> None:
@@ -265,9 +277,15 @@ class World:
 
     def _start_cpu(self) -> None:
         hardware = self.hardware
-        uses_host = self.policy.uses_host and not self.gated
+        uses_host = self.policy.uses_host and (not self.gated or self.attendant is not None)
         pages = hardware.host_pages if uses_host else 0
-        self.cpu_scheduler = CpuScheduler(self.policy, pages, hardware.page_tokens, self.max_rows)
+        self.cpu_scheduler: CpuScheduler | GatedCpuScheduler
+        if self.attendant is not None:
+            self.cpu_scheduler = GatedCpuScheduler()
+        else:
+            self.cpu_scheduler = CpuScheduler(
+                self.policy, pages, hardware.page_tokens, self.max_rows
+            )
         self.cpu = self._engine(CPU, self.cpu_scheduler)
         if uses_host:
             self.port.send(GPU, PeerUp(self.network.generation, "", pages))
