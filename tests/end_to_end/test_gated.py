@@ -70,25 +70,25 @@ def test_greedy_tokens_equal_transformers(
 
 
 def test_sampling_rules_and_logprobs_are_those_of_ungated_steps(
-    smollm2: Any, make_gated_engines: Callable[..., Any]
+    tiny: Any, make_gated_engines: Callable[..., Any]
 ) -> None:
     rules: list[dict[str, Any]] = [
         {"temperature": 0.8, "seed": 2**64 - 1},
         {"temperature": 1.0, "top_p": 0.9, "top_k": 100, "min_p": 0.01, "seed": 3, "logprobs": 2},
         {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logprobs": 5},
         {"temperature": 0.7, "frequency_penalty": 0.5, "logit_bias": ((5, 3.0), (9, -3.0))},
-        {"stop_ids": (smollm2.answers[0][3],), "min_tokens": 12},
+        {"stop_ids": (tiny.answers[0][3],), "min_tokens": 12},
     ]  # fmt: skip
     states = [
         RequestState(
-            f"r{i}", i, 0, list(smollm2.prompts[i % 2]), [],
+            f"r{i}", i, 0, list(tiny.prompts[i % 5]), [],
             DecodeParams(max_tokens=STEPS, **rules[i % len(rules)]),
         )
         for i in range(10)
     ]  # fmt: skip
-    engines = make_gated_engines(smollm2.source, GPU_PAGES, HOST_PAGES)
+    engines = make_gated_engines(tiny.source, GPU_PAGES, HOST_PAGES)
     gated = serve(engines, msgspec.convert(msgspec.to_builtins(states), list[RequestState]))
-    alone = make_gated_engines(smollm2.source, 200, HOST_PAGES).run(Watched(), states)
+    alone = make_gated_engines(tiny.source, 200, HOST_PAGES).run(Watched(), states)
     assert alone.moves["gated"] == 0
     assert gated.tokens == alone.tokens
     for request_id, wanted in alone.logprobs.items():

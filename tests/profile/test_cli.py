@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from dualpace.cli import profile as cli
 from dualpace.core.plan import Executor
 from dualpace.policy.cost_model import OPERATIONS, Operation, Point, TableCostModel
+from dualpace.policy.gated import GATED_OPERATIONS
 from dualpace.profile.check import predict
 from dualpace.profile.probes import Room
 from dualpace.profile.table import load, save
@@ -42,6 +43,14 @@ def test_both_engines_are_measured_stored_and_shown(tiny_model: str, cache: Path
         result = CliRunner().invoke(cli.profile_app, ["show", argument, "--cpu-cores", "1"])
         assert result.exit_code == 0, result.output
         assert all(f"{operation}: ms by" in result.output for operation in OPERATIONS)
+
+
+def test_without_a_gpu_gated_steps_can_be_measured_for_too(tiny_model: str, cache: Path) -> None:
+    arguments = [*run(tiny_model), "--policy", "gated", "--host-kv-size", "8MiB", "--seconds", "2"]
+    result = CliRunner().invoke(cli.profile_app, arguments)
+    assert result.exit_code == 0, result.output
+    costs = TableCostModel(load(stored(cache)[0]).points)
+    assert costs.covers(*GATED_OPERATIONS, "cpu_iteration")
 
 
 def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(

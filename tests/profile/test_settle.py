@@ -14,6 +14,8 @@ from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Route
 from dualpace.policy.cost_model import Point
+from dualpace.policy.gated import GatedPolicy
+from dualpace.policy.registry import make_policy
 from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.settle import host_rules, lacks_profile, settle
 from dualpace.profile.table import Profile, load, save
@@ -144,6 +146,33 @@ def test_nobody_is_assisted_on_a_guess_who_has_not_asked_for_it(
     rules = host_rules(settled, 16 * GIB)
     assert rules is not None
     assert rules.routes == routes
+
+
+def test_gated_steps_need_a_profile_that_knows_cpu_attention(fingerprint: Fingerprint) -> None:
+    options = msgspec.structs.replace(OPTIONS, policy="gated")
+    gated = config(policy="gated", cpu_routes=("assist", "assist2"), host_weights=False)
+    with pytest.raises(ConfigError, match=r"needs a profile .*has not been profiled"):
+        settle(options, gated, fingerprint, 16 * GIB)
+    assert lacks_profile(options, gated, fingerprint)
+    made = profile(fingerprint)
+    save(made)
+    with pytest.raises(ConfigError, match="dualpace profile run m --policy gated"):
+        settle(options, gated, fingerprint, 16 * GIB)
+    attention = tuple(
+        Point("cpu_attention", size, context, 0.01) for size in (1, 256) for context in (0, 1000)
+    )
+    path = save(msgspec.structs.replace(made, points=(*made.points, *attention)))
+    settled = settle(options, gated, fingerprint, 16 * GIB)
+    assert settled == msgspec.structs.replace(gated, profile_file=str(path))
+    assert not lacks_profile(options, gated, fingerprint)
+    policy = make_policy("gated", 256, host_rules(settled, 16 * GIB), layers=32)
+    assert isinstance(policy, GatedPolicy)
+    with pytest.raises(ConfigError, match="--profile is none"):
+        settle(msgspec.structs.replace(options, profile="none"), gated, fingerprint, 16 * GIB)
+    other = msgspec.structs.replace(fingerprint, cpu_cores=3)
+    named = msgspec.structs.replace(options, profile=str(path))
+    with pytest.raises(ConfigError, match=r"--policy gated .* another cpu_cores"):
+        settle(named, gated, other, 16 * GIB)
 
 
 def test_only_a_gpu_that_nobody_has_measured_is_profiled_first(fingerprint: Fingerprint) -> None:

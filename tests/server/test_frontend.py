@@ -122,6 +122,17 @@ async def test_a_request_that_cannot_work_is_refused_before_anything_is_sent(
     assert engines.sent == []
 
 
+async def test_a_pool_that_may_have_to_come_back_to_another_holds_no_longer_requests(engines):
+    engines.receive("gpu", EngineReady(1, 40, 4, longest=36))
+    engines.receive("cpu", EngineReady(2, 80, 4, longest=0))
+    assert engines.frontend.longest == 36
+    assert dict(engines.frontend.kv_tokens) == {"gpu": 40, "cpu": 80}
+    with pytest.raises(CapacityError, match=r"37.*gpu 36, cpu 0"):
+        engines.frontend.submit([[1] * 36], SamplingParams())
+    engines.frontend.submit([[1] * 30], SamplingParams())
+    assert engines.submits[-1].params.max_tokens == 6
+
+
 async def test_output_is_limited_to_what_the_model_and_the_largest_pool_hold(engines):
     engines.ready(gpu=10, cpu=40)
     await _collect(engines.frontend, [1] * 30, max_tokens=None)

@@ -7,6 +7,8 @@ which it runs on threads of its own.
 from __future__ import annotations
 
 import logging
+import statistics
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +28,7 @@ from dualpace.models import reference
 from dualpace.models.torch_weights import Weights
 
 logger = logging.getLogger(__name__)
+TIMED_RUNS = 5
 
 
 class AssistService(Protocol):
@@ -36,6 +39,14 @@ class AssistService(Protocol):
     last `done` once sampled tokens and logprobs are there, and finishes the slot; or it fails the
     slot, which begins a new generation. It ends an iteration that the CPU has cancelled.
     """
+
+    def seconds_without_turns(self, rows: int, *, copies: bool) -> float:
+        """Seconds of the dense work of an iteration of `rows` rows when nobody is waited for.
+
+        copies: between the slot's memory and the device's, where these are two. No iteration may be
+        under way.
+        """
+        ...
 
     def close(self) -> None:
         """Give up what is under way, and let go of threads and mailbox."""
@@ -107,6 +118,18 @@ class TorchAssistService:
         for worker in self._workers:
             worker.shutdown(wait=True)
         self._slots.clear()
+
+    def seconds_without_turns(self, rows: int, *, copies: bool) -> float:
+        nothing = torch.zeros(rows, dtype=torch.int64)
+        times = []
+        for _ in range(TIMED_RUNS):
+            start = time.perf_counter()
+            hidden = reference.forward(
+                self._weights, self._spec, nothing, nothing, lambda layer, q, k, v: q
+            )
+            reference.logits(self._weights, hidden)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
 
     def _answer(self, slot: int, iteration: int, rows: int, rules_bytes: int) -> None:
         self._workers[slot].submit(self._serve, slot, iteration, rows, rules_bytes)

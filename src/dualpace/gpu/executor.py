@@ -108,7 +108,7 @@ class TorchExecutor:
     def assist_seconds(self, rows: int, copies: bool) -> float:
         """Seconds of the dense work of an assisted iteration when nobody is waited for.
 
-        copies: between the mailbox and the device. On CUDA only, between iterations.
+        copies: between the mailbox and the device. Between iterations only.
         """
         runner = self._open_runner()
         return self._worker.submit(

@@ -219,7 +219,7 @@ class ModelRunner:
 
     def assist_seconds(self, rows: int, copies: bool) -> float:
         """As the executor's method."""
-        if not isinstance(self._assist, CudaAssistService):
+        if self._assist is None:
             raise EngineError("only a GPU that assists can be asked what it takes")
         return self._assist.seconds_without_turns(rows, copies=copies)
 
