@@ -10,10 +10,8 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from dualpace.core.errors import AssistError, StepTooLargeError
-from dualpace.core.history import TokenHistory
 from dualpace.core.messages import (
     CPU,
     FRONTEND,
@@ -29,45 +27,15 @@ from dualpace.core.messages import (
     token_event,
 )
 from dualpace.core.plan import Batch, BatchRow, CopyJob, CopyKind, StepResult, Tier
-from dualpace.core.request import RequestState
 from dualpace.kv.ledger import TransferLedger
 from dualpace.kv.pages import BlockTable, PagePool, pages_for
-from dualpace.policy.view import GpuDecision, GpuView, Policy, RowView
+from dualpace.policy.view import GpuDecision, GpuView, Policy
 from dualpace.scheduler.attendant import Attendant
 from dualpace.scheduler.base import SchedulerBase
+from dualpace.scheduler.gated_rows import TierRow, by_arrival
 
 logger = logging.getLogger(__name__)
 NO_LIMIT = 2**62
-
-
-@dataclass(eq=False)
-class TierRow:
-    """A request. table: its pages in `tier`, None while it waits; target: pages in the other tier
-    that it is being copied to; step: the launched one that it takes part in; landing: copies under
-    way that bring what steps have computed for its host pages there."""
-
-    state: RequestState
-    tier: Tier = "gpu"
-    table: BlockTable | None = None
-    target: BlockTable | None = None
-    computed: int = 0
-    step: int | None = None
-    landing: int = 0
-    history: TokenHistory = field(default_factory=TokenHistory)
-
-    @property
-    def decodes(self) -> bool:
-        return self.table is not None and self.computed == self.state.num_tokens - 1
-
-    @property
-    def still(self) -> bool:
-        """True if a step or copy may begin with all of its KV that there is."""
-        return self.target is None and not (self.landing and self.decodes)
-
-    def view(self) -> RowView:
-        state = self.state
-        pages = 0 if self.table is None else len(self.table)
-        return RowView(state.id, state.arrival, state.num_tokens, self.computed, pages, self.tier)
 
 
 class GatedScheduler(SchedulerBase):
@@ -119,7 +87,7 @@ class GatedScheduler(SchedulerBase):
             case Submit():
                 row = TierRow(body.state)
                 self.rows[row.state.id] = row
-                bisect.insort(self.queue, row, key=_by_arrival)
+                bisect.insort(self.queue, row, key=by_arrival)
             case PeerUp() if self.attendant is not None:
                 self.attendant.came_up()
             case PeerDown() if self.attendant is not None:
@@ -153,7 +121,7 @@ class GatedScheduler(SchedulerBase):
         self._pool(row.tier).drop(row.table)
         row.table = row.step = None
         row.computed = 0
-        bisect.insort(self.queue, row, key=_by_arrival)
+        bisect.insort(self.queue, row, key=by_arrival)
         self.moves["preempted"] += 1
 
     # -- plan ------------------------------------------------------------------------------------
@@ -179,7 +147,7 @@ class GatedScheduler(SchedulerBase):
         """The books as the policy may see them; rows that are being copied are in none."""
         still = sorted(
             (row for row in self.rows.values() if row.table is not None and row.still),
-            key=_by_arrival,
+            key=by_arrival,
         )
         moving = [row for row in self.rows.values() if row.target is not None]
         return GpuView(
@@ -210,7 +178,7 @@ class GatedScheduler(SchedulerBase):
                 for row in self.rows.values()
                 if row.decodes and row.tier == "gpu" and row.still and row.state.id not in prompts
             ),
-            key=_by_arrival,
+            key=by_arrival,
         )[: self.step_tokens]
         left = self.step_tokens - len(decodes)
         gate = []
@@ -230,7 +198,7 @@ class GatedScheduler(SchedulerBase):
         parts = [*first, *second]
         batch = Batch(
             self.steps,
-            tuple(_batch_row(row, count, gated=id(row) in gated) for row, count in parts),
+            tuple(row.batch_row(count, gated=id(row) in gated) for row, count in parts),
             second_half=len(first) if gated else None,
         )
         self.moves["gated"] += sum(row.gated for row in batch.rows)
@@ -421,25 +389,3 @@ class GatedScheduler(SchedulerBase):
         super().check_integrity()
         self.host_pool.check_integrity(idle=not self.rows)
         self.ledger.check_integrity()
-
-
-def _by_arrival(row: TierRow) -> int:
-    return row.state.arrival
-
-
-def _batch_row(row: TierRow, count: int, *, gated: bool) -> BatchRow:
-    state, end = row.state, row.computed + count
-    assert row.table is not None
-    samples = end == state.num_tokens
-    return BatchRow(
-        request_id=state.id,
-        tokens=state.tokens[row.computed : end],
-        start=row.computed,
-        pages=list(row.table.pages),
-        tier=row.tier,
-        sample=samples,
-        params=state.params,
-        banned_ids=state.banned_ids(),
-        history=row.history.of(state) if samples else None,
-        gated=gated,
-    )
