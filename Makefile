@@ -1,4 +1,4 @@
-# make demo   a server with both engines at work, in under three minutes
+# make demo   a server with both engines at work, in under a minute once installed
 # make test   what CI runs: style, types, import contracts, tests
 # make soak   KV moves, aborts and faults at random, ten minutes long; DURATION=seconds, SEED=number
 #

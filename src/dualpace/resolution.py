@@ -19,7 +19,7 @@ from dualpace.core.errors import ConfigError, HardwareError
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Route
 from dualpace.cpu._native import supported_isas
-from dualpace.cpu.memory import host_pages
+from dualpace.cpu.memory import available_memory, host_pages
 from dualpace.cpu.threads import allowed_cores, choose_cores
 from dualpace.gpu.device import cuda_device_count
 from dualpace.kv.pages import pages_for
@@ -77,6 +77,13 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
         # Prompts keep the stand-in busy, and decodes in their steps would wait for them.
         decodes = not pages or options.policy == "gated"
         gpu_pages = pages_per_sequence * STANDIN_SEQUENCES if decodes else 0
+    if device == "cpu" and gpu_pages:
+        needed = gpu_pages * page_bytes
+        if needed > (left := available_memory()):
+            raise ConfigError(
+                f"--gpu-kv-tokens {gpu_pages * options.page_tokens} takes {format_size(needed)} on "
+                f"the stand-in for a GPU, {format_size(left)} are left"
+            )
     if gpu_pages == 0 and pages == 0:
         raise ConfigError(
             "there is no room for KV: --gpu-kv-tokens and --host-kv-size are both less than a page "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
-from dualpace.cli.options import EngineFlags, takes_options
+from dualpace.cli.options import EngineFlags, require_writable, takes_options
 from dualpace.core.config import EngineOptions
+from dualpace.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,16 @@ def test_a_name_that_groups_share_is_one_option_for_both() -> None:
 def test_engine_flags_cover_every_engine_option_with_its_default() -> None:
     assert EngineFlags().options("m") == EngineOptions(model="m")
     assert {*vars(EngineFlags()), "model"} == set(EngineOptions.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", ["", "missing/report.json"])
+def test_a_file_that_cannot_be_written_is_named_before_the_work(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write .* folder"):
+        require_writable(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["chart", "chart.json", "chart.gif"])
+def test_a_figure_is_of_a_kind_that_can_be_drawn(tmp_path: Path, name: str) -> None:
+    require_writable(None, figure=tmp_path / "chart.SVG")
+    with pytest.raises(ConfigError, match=r"must end in \.png, \.svg, \.pdf"):
+        require_writable(figure=tmp_path / name)

@@ -388,6 +388,9 @@ def test_a_second_signal_ends_streams_at_once_and_cleans_up_all_the_same(
         (["--cpu-cores", "4096"], "--cpu-cores"),
         (["--port", "70000"], "--port"),
         (["--gpu-kv-tokens", "0", "--host-kv-size", "0"], "no room for KV"),
+        (["--gpu-kv-tokens", "99999999999"], "--gpu-kv-tokens"),
+        (["--host-kv-size", "40"], "less than a page"),
+        (["--host", "192.0.2.1"], "--host"),
     ],
 )
 def test_a_wrong_option_is_named_before_anything_starts(

@@ -25,7 +25,7 @@ from dualpace.cli.options import (
     LoadFormat,
     MaxModelLen,
     Model,
-    require_folders,
+    require_writable,
 )
 from dualpace.cli.replays import today
 from dualpace.cli.tables import table_console
@@ -71,7 +71,7 @@ def assist(
     set_up_logging(logging.WARNING)
     console = Console(stderr=True)
     with explained(code=2):
-        require_folders(json_file)
+        require_writable(json_file)
         options = EngineOptions(
             model=model,
             gpu_kv_tokens=gpu_kv_tokens,

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dualpace.cli.errors import explained
-from dualpace.cli.options import JsonFile, require_folders
+from dualpace.cli.options import JsonFile, require_writable
 from dualpace.cli.tables import table_console
 from dualpace.core.config import format_size
 
@@ -47,7 +47,7 @@ def kernels(
     """
     errors = Console(stderr=True)
     with explained(code=2):
-        require_folders(json_file)
+        require_writable(json_file)
         report = _measure(errors, cpu_cores, cpu_isa, quick, torch)
     from dualpace.bench.hardware import describe_machine
 

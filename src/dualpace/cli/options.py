@@ -167,8 +167,16 @@ def takes_options(command: Callable[..., Result]) -> Callable[..., Result]:
     return run
 
 
-def require_folders(*files: Path | None) -> None:
-    """Fail before the work, not after it, where a result could not be written."""
-    for file in files:
+FIGURES = (".png", ".svg", ".pdf")
+
+
+def require_writable(*files: Path | None, figure: Path | None = None) -> None:
+    """Fail before the work, not after it, where a result could not be written. figure: one that is
+    drawn, in the format that its ending tells."""
+    for file in (*files, figure):
         if file and not file.parent.is_dir():
             raise ConfigError(f"cannot write {file}: {file.parent} is not a folder")
+        if file and file.is_dir():
+            raise ConfigError(f"cannot write {file}: it is a folder")
+    if figure and figure.suffix.lower() not in FIGURES:
+        raise ConfigError(f"cannot draw {figure}: its name must end in {', '.join(FIGURES)}")

@@ -35,7 +35,7 @@ from dualpace.cli.options import (
     LoadFormat,
     MaxModelLen,
     Model,
-    require_folders,
+    require_writable,
 )
 from dualpace.cli.replays import today
 from dualpace.cli.tables import table_console
@@ -45,7 +45,7 @@ from dualpace.core.plan import Executor, Tier
 from dualpace.policy.cost_model import OPERATIONS, PARTS, Operation, Point, TableCostModel
 from dualpace.profile.assist_probe import probe_assists
 from dualpace.profile.chart import draw
-from dualpace.profile.check import accuracy
+from dualpace.profile.check import MEDIAN_BOUND, P90_BOUND, accuracy
 from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.probes import Room, held_out_points, plan_points, probe
 from dualpace.profile.shipped import open_profile, shipped_names
@@ -127,7 +127,7 @@ def show(
     """Print the stored profile of MODEL on this machine, or the one in a file."""
     set_up_logging(logging.WARNING)
     with explained():
-        require_folders(chart)
+        require_writable(figure=chart)
         if model.endswith(".json") or model in shipped_names():
             profile = open_profile(model)
         else:
@@ -182,7 +182,13 @@ def check(
             str(each.extrapolated),
         )  # fmt: skip
     table_console().print(table)
-    if not all(each.good for each in found):
+    off = [each.operation for each in found if not each.good]
+    if off or not found:
+        Console(stderr=True).print(
+            f"failed: {', '.join(off)} off by more than {MEDIAN_BOUND:.0%} at the median or "
+            f"{P90_BOUND:.0%} at the 90th percentile" if off else "failed: nothing was measured",
+            soft_wrap=True,
+        )  # fmt: skip
         raise typer.Exit(1)
 
 

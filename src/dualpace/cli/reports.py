@@ -30,7 +30,7 @@ from dualpace.bench.report import (
 )
 from dualpace.bench.sustainable import parse_targets, sustainable_rate
 from dualpace.cli.load_flags import Load
-from dualpace.cli.options import JsonFile, require_folders
+from dualpace.cli.options import JsonFile, require_writable
 from dualpace.cli.replays import print_failures
 from dualpace.cli.tables import table_console
 from dualpace.core.errors import ConfigError
@@ -68,7 +68,7 @@ class ReportFlags:
 
     def check(self, loads: Sequence[Load]) -> None:
         """Raises `ConfigError` where a file could not be written or a flag does not fit."""
-        require_folders(self.json_file, self.csv_file, self.plot_file)
+        require_writable(self.json_file, self.csv_file, figure=self.plot_file)
         finite = [load for load in loads if load.request_rate is not None]
         if parse_targets(self.target) and len(finite) < 2:
             raise ConfigError("--target needs --rates with two finite rates at least")

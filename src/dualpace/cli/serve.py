@@ -17,6 +17,7 @@ from dualpace.cli.errors import explained
 from dualpace.cli.logs import level_of, set_up_logging
 from dualpace.cli.options import EngineFlags, LogLevel, Model, takes_options
 from dualpace.core.config import EngineOptions
+from dualpace.core.errors import ConfigError
 from dualpace.models.registry import resolve
 from dualpace.models.spec import default_sampling
 from dualpace.server.api import create_app
@@ -56,7 +57,7 @@ async def _serve(options: EngineOptions, host: str, port: int) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    with socket.create_server((host, port)) as listener:
+    with _listen(host, port) as listener:
         # asyncio turns Nagle's algorithm off only on listeners of its own: each token would wait
         # 40 ms for an acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -90,6 +91,16 @@ async def _serve(options: EngineOptions, host: str, port: int) -> None:
             await server.close()
         if server.supervisor.failed.done():
             server.supervisor.failed.result()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises `ConfigError` where that cannot be."""
+    try:
+        return socket.create_server((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at --host {host} --port {port}: {error.strerror or error}"
+        ) from None
 
 
 class _Api(uvicorn.Server):

@@ -72,7 +72,7 @@ def simulate(
     ] = None,
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens in one GPU step.")
-    ] = 2048,
+    ] = 1024,
     assist: Annotated[
         bool, typer.Option(help="Let the GPU do dense work for the CPU engine where that pays.")
     ] = True,

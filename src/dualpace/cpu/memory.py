@@ -40,7 +40,7 @@ def host_pages(
 
     asked: bytes from the user, None for auto; reserved: bytes that weights will take on the host;
     most_pages: pages beyond which no request could use more. Raises `ConfigError` with the numbers
-    if what was asked for does not fit; auto shrinks instead.
+    if what was asked for does not fit, or is not one page; auto shrinks instead.
     """
     left = max(0, available_memory() - reserved)
     if asked is None:
@@ -49,6 +49,11 @@ def host_pages(
         raise ConfigError(
             f"--{flag} {format_size(asked)} of host memory does not fit: {format_size(left)} is "
             f"left beside {format_size(reserved)} of weights"
+        )
+    if 0 < asked < page_bytes:
+        raise ConfigError(
+            f"--{flag} {format_size(asked)} is less than a page ({format_size(page_bytes)}): write "
+            "it like 40GiB, or 0 for none"
         )
     return asked // page_bytes
 

@@ -53,7 +53,11 @@ def settle(
         gpu_itl_target=options.gpu_itl_target,
     )
     source = "as asked" if options.cpu_itl_target else "from the profile" if profile else "a guess"
-    if target is not None:
+    if profile is not None:
+        logger.info("profile of %s: %s", profile.date, file)
+    if target is None:
+        logger.info("CPU ITL target: none, as the host is all there is")
+    else:
         logger.info("CPU ITL target %.2f s (%s)", target, source)
     if config.device != "cuda":
         return config  # the stand-in has nothing to gain from going without

@@ -91,7 +91,7 @@ def find(here: Fingerprint) -> Profile:
         if all(getattr(other.fingerprint, n) == getattr(here, n) for n in MODEL_FIELDS):
             require_same(other.fingerprint, here)
     raise ConfigError(
-        "this model has not been profiled on this machine; `dualpace profile run` does it"
+        "this model has not been profiled on this machine; `dualpace profile run MODEL` does it"
     )
 
 

@@ -98,7 +98,7 @@ class SchedulerBase(abc.ABC):
         kind = type(body).__name__
         level = logging.DEBUG if kind in self._dropped_kinds else logging.INFO
         self._dropped_kinds.add(kind)
-        logger.log(level, "dropped, as nothing here waits for it: %s", body)
+        logger.log(level, "dropped, as nothing here waits for it: %s", kind)
         self.moves["dropped"] += 1
 
     def check_integrity(self) -> None:
