@@ -27,7 +27,10 @@ MODEL_HELP = "Alias (smollm2), .gguf file, or Hugging Face checkpoint directory.
 Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 GpuKvTokens = Annotated[
     int | None,
-    typer.Option(help="KV room on the GPU, in tokens. Default: the memory left; 0 without a GPU."),
+    typer.Option(
+        help="KV room on the GPU, in tokens. Default: the memory left; without a GPU 0, where the "
+        "host has room."
+    ),
 ]
 HostKvSize = Annotated[str, typer.Option(help="KV room on the host, such as 40GiB, or auto.")]
 CpuCores = Annotated[
@@ -35,6 +38,9 @@ CpuCores = Annotated[
 ]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Longest prompt plus output. Default: the model's own limit.")
+]
+HostWeights = Annotated[
+    str, typer.Option(help="auto, or none: the host has KV only, and the GPU engine assists.")
 ]
 LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
@@ -82,9 +88,7 @@ class EngineFlags:
             "GPU engine), assist2 (in two micro-batches) or auto."
         ),
     ] = DEFAULTS["cpu_route"]
-    host_weights: Annotated[
-        str, typer.Option(help="auto, or none: the host has KV only, and the GPU engine assists.")
-    ] = DEFAULTS["host_weights"]
+    host_weights: HostWeights = DEFAULTS["host_weights"]
     policy: Annotated[
         str, typer.Option(help="dualpace, gpu-only, or gated (NEO's published scheduling).")
     ] = DEFAULTS["policy"]

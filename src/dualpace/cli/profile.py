@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,10 +33,12 @@ from dualpace.cli.options import (
     CpuCores,
     GpuKvTokens,
     HostKvSize,
+    HostWeights,
     LoadFormat,
     MaxModelLen,
     Model,
     require_writable,
+    takes_options,
 )
 from dualpace.cli.replays import today
 from dualpace.cli.tables import table_console
@@ -62,35 +65,36 @@ profile_app = typer.Typer(
 )
 
 
-@profile_app.command()
-def run(
-    model: Model,
-    gpu_kv_tokens: GpuKvTokens = None,
-    host_kv_size: HostKvSize = "auto",
-    cpu_cores: CpuCores = None,
-    max_model_len: MaxModelLen = None,
-    load_format: LoadFormat = "auto",
+@dataclass(frozen=True)
+class MeasureFlags:
+    """What is measured: some of `EngineOptions`."""
+
+    gpu_kv_tokens: GpuKvTokens = None
+    host_kv_size: HostKvSize = "auto"
+    host_weights: HostWeights = "auto"
+    cpu_cores: CpuCores = None
+    max_model_len: MaxModelLen = None
+    load_format: LoadFormat = "auto"
     policy: Annotated[
         str,
         typer.Option(help="gated: also what that policy asks for, CPU attention, without a GPU."),
-    ] = "dualpace",
-    seconds: Annotated[
-        float, typer.Option(min=0.0, help="About how long to measure, loading apart.")
-    ] = 30.0,
-) -> None:
+    ] = "dualpace"
+
+    def options(self, model: str) -> EngineOptions:
+        """Raises `ConfigError` naming the flag whose value cannot work."""
+        return EngineOptions(model=model, **vars(self))
+
+
+Seconds = Annotated[float, typer.Option(min=0.0, help="About how long to measure, loading apart.")]
+
+
+@profile_app.command()
+@takes_options
+def run(model: Model, flags: MeasureFlags, seconds: Seconds = 30.0) -> None:
     """Measure MODEL, store the profile, print it. After Ctrl-C what was measured is kept."""
     set_up_logging(logging.WARNING)
     with explained():
-        options = EngineOptions(
-            model=model,
-            gpu_kv_tokens=gpu_kv_tokens,
-            host_kv_size=host_kv_size,
-            cpu_cores=cpu_cores,
-            max_model_len=max_model_len,
-            load_format=load_format,  # type: ignore[arg-type]  # checked by EngineOptions
-            policy=policy,  # type: ignore[arg-type]  # likewise
-        )
-        _report(measure_and_store(options, seconds))
+        _report(measure_and_store(flags.options(model), seconds))
 
 
 def measure_and_store(options: EngineOptions, seconds: float) -> Profile:
@@ -138,16 +142,11 @@ def show(
 
 
 @profile_app.command()
+@takes_options
 def check(
     model: Model,
-    gpu_kv_tokens: GpuKvTokens = None,
-    host_kv_size: HostKvSize = "auto",
-    cpu_cores: CpuCores = None,
-    max_model_len: MaxModelLen = None,
-    load_format: LoadFormat = "auto",
-    seconds: Annotated[
-        float, typer.Option(min=0.0, help="About how long to measure, loading apart.")
-    ] = 30.0,
+    flags: MeasureFlags,
+    seconds: Seconds = 30.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the points that are drawn.")] = 0,
 ) -> None:
     """Measure points that the stored profile of MODEL does not have, and print how far off it is.
@@ -156,15 +155,7 @@ def check(
     """
     set_up_logging(logging.WARNING)
     with explained():
-        options = EngineOptions(
-            model=model,
-            gpu_kv_tokens=gpu_kv_tokens,
-            host_kv_size=host_kv_size,
-            cpu_cores=cpu_cores,
-            max_model_len=max_model_len,
-            load_format=load_format,  # type: ignore[arg-type]  # checked by EngineOptions
-        )
-        config, fingerprint = _resolve(options)
+        config, fingerprint = _resolve(flags.options(model))
         profile = find(fingerprint)
         if not config.gpu_pages:
             pages = profile.gpu_kv_tokens // config.page_tokens
