@@ -103,12 +103,13 @@ def measure(
         on_step(f"{name} alone")
         with Beside(gpu, batch, time.perf_counter) as steps:
             time.sleep(1.0)
-        quiet[name] = statistics.median(steps.times)
+        quiet[name] = _step(steps)
     for count in rows:
         on_step(f"{count} rows alone")
         alone = player.run(count, 1, 0.0)
         with_copies, without = (seconds_without_turns(count, copies) for copies in (True, False))
-        layer = (without - alone.last) / layers
+        # `last` has the rest of the last layer.
+        layer = (without - alone.last) / max(1, layers - 1)
         work.append(Work(count, layer, (with_copies - without) / layers, alone.turn - layer))
         turns.append(alone)
         for name, batch in beside.items():
@@ -117,13 +118,18 @@ def measure(
                     on_step(f"{count} rows, {slots} × {seconds * 1e3:g} ms beside {name}")
                     with Beside(gpu, batch, time.perf_counter) as steps:
                         made = player.run(count, slots, seconds)
-                    step = statistics.fmean(steps.times)
+                    step = _step(steps)
                     turns.append(
                         msgspec.structs.replace(
                             made, beside=name, step=step, slowdown=step / quiet[name] - 1.0
                         )
                     )
     return AssistReport(model, layers, work, turns, quiet)
+
+
+def _step(steps: Beside) -> float:
+    """Seconds of a step, the mean of those that were not there to fill the queue."""
+    return statistics.fmean(steps.times[DEPTH:] or steps.times)
 
 
 def measure_iterations(
