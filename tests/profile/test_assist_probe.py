@@ -9,9 +9,10 @@ from concurrent.futures import Future
 import pytest
 
 from dualpace.core.plan import Batch, CopyJob, StepResult
-from dualpace.policy.cost_model import TableCostModel
+from dualpace.policy.cost_model import WHOLES, TableCostModel, Whole
 from dualpace.policy.host import runnable
-from dualpace.profile.assist_probe import DEPTH, Beside, probe_assists
+from dualpace.profile.assist_probe import DEPTH, Beside, probe_assisted, probe_assists
+from dualpace.profile.check import accuracy
 from dualpace.profile.probes import Room, make_batch
 
 HOST = Room("host", pages=9000, page_tokens=32, max_rows=64, max_tokens=512, max_model_len=8192)
@@ -19,7 +20,7 @@ NO_SEATS = Room("gpu", pages=0, page_tokens=32, max_rows=64, max_tokens=512, max
 GPU = Room("gpu", pages=100, page_tokens=32, max_rows=64, max_tokens=512, max_model_len=8192)
 
 
-def gpu_part(rows: int) -> float:
+def gpu_part(rows: float) -> float:
     return 2.0**-7 + 2.0**-12 * rows
 
 
@@ -36,9 +37,10 @@ class CpuEngine:
 
     def launch(self, batch: Batch) -> Future[StepResult]:
         self.routes.add(batch.route)
-        context = sum(row.end for row in batch.rows)
-        rows = len(batch.rows)
-        self.now += gpu_part(rows) + 2.0**-11 * rows + 2.0**-20 * context
+        halves = 2 if batch.route == "assist2" else 1
+        rows = len(batch.rows) / halves
+        host = 2.0**-11 * rows + 2.0**-20 * sum(row.end for row in batch.rows) / halves
+        self.now += gpu_part(rows) + host if halves == 1 else 2 * max(gpu_part(rows), host)
         ticket: Future[StepResult] = Future()
         ticket.set_result(StepResult([0] * len(batch.rows)))
         return ticket
@@ -85,10 +87,28 @@ def test_dense_work_and_attention_come_apart_and_every_route_can_be_judged() -> 
         )
 
 
+@pytest.mark.parametrize("operation", ["assisted", "assisted2"])
+def test_the_parts_predict_whole_iterations_by_either_route(operation: Whole) -> None:
+    cpu = CpuEngine()
+    costs = TableCostModel(
+        probe_assists(GpuEngine(0), cpu, NO_SEATS, HOST, gpu_part, 1e9, cpu.clock)
+    )
+    points = [(rows, rows * 300) for rows in range(8, 64, 2)]
+    measured = list(
+        probe_assisted(GpuEngine(0), cpu, NO_SEATS, HOST, operation, points, 1e9, cpu.clock)
+    )
+    assert cpu.routes == {"assist", WHOLES[operation]}
+    assert len(measured) == len(points)
+    [found] = accuracy(costs, measured)
+    assert found.operation == operation
+    assert found.p90 < 0.01
+
+
 def test_in_a_hurry_what_every_route_needs_is_measured_all_the_same() -> None:
     cpu = CpuEngine()
     points = list(probe_assists(GpuEngine(0), cpu, NO_SEATS, HOST, gpu_part, 0.0, cpu.clock))
     assert runnable(TableCostModel(points), ("assist",)) == ("assist",)
+    assert {point.size for point in points} == {1, 64}
     assert not [point for point in points if point.operation == "assist_beside_prefill"]
 
 

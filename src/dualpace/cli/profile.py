@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import msgspec
 import typer
@@ -45,8 +45,17 @@ from dualpace.cli.tables import table_console
 from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.messages import GPU
 from dualpace.core.plan import Executor, Tier
-from dualpace.policy.cost_model import OPERATIONS, PARTS, Operation, Point, TableCostModel
-from dualpace.profile.assist_probe import probe_assists
+from dualpace.policy.cost_model import (
+    OPERATIONS,
+    PARTS,
+    WHOLES,
+    Operation,
+    Point,
+    Step,
+    TableCostModel,
+    Whole,
+)
+from dualpace.profile.assist_probe import probe_assisted, probe_assists
 from dualpace.profile.chart import draw
 from dualpace.profile.check import MEDIAN_BOUND, P90_BOUND, accuracy
 from dualpace.profile.fingerprint import Fingerprint
@@ -200,7 +209,8 @@ class _Measured:
         from dualpace.measuring import profile_executors
 
         assisted = config.cpu_routes != ("local",)
-        share = seconds / (len(OPERATIONS) + assisted)
+        # An assisted iteration is slow and is measured in several circumstances.
+        share = seconds / (len(OPERATIONS) - (not config.host_weights) + 2 * assisted)
         columns = (
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TextColumn("points"), TimeElapsedColumn(),
@@ -216,15 +226,9 @@ class _Measured:
                         for point in self._probe(operation, each.executor, room, share, bar, task):
                             self.points.append(point)
                             bar.advance(task)
-                    if each.assisted is not None and self.held_out is None:
-                        assert each.assist_seconds is not None
-                        bar.reset(task, total=None, description="assist")
-                        gpu_room = _room("gpu", each.gpu_pages, config)
-                        host_room = _room("host", each.host_pages, config)
-                        for point in probe_assists(
-                            each.executor, each.assisted, gpu_room, host_room,
-                            each.assist_seconds, share,
-                        ):  # fmt: skip
+                    if each.assisted is not None:
+                        bar.reset(task, total=None, description="assists")
+                        for point in self._probe_assists(each, config, 2 * share):
                             self.points.append(point)
                             bar.advance(task)
                     bar.reset(task, total=None, description="loading the model")
@@ -232,7 +236,7 @@ class _Measured:
 
     def _probe(
         self,
-        operation: Operation,
+        operation: Step,
         executor: Executor,
         room: Room,
         seconds: float,
@@ -245,6 +249,25 @@ class _Measured:
         points = held_out_points(operation, room, HELD_OUT, self.held_out)
         bar.update(task, total=len(points))
         return probe(operation, executor, room, seconds, points=points)
+
+    def _probe_assists(
+        self, probed: Probed, config: EngineConfig, seconds: float
+    ) -> Iterator[Point]:
+        """The parts of assisted iterations; whole ones where a profile is to be checked."""
+        assert probed.assisted is not None
+        assert probed.assist_seconds is not None
+        engines = (probed.executor, probed.assisted)
+        gpu_room = _room("gpu", probed.gpu_pages, config)
+        host_room = _room("host", probed.host_pages, config)
+        if self.held_out is None:
+            yield from probe_assists(*engines, gpu_room, host_room, probed.assist_seconds, seconds)
+            return
+        operations = [each for each in get_args(Whole) if WHOLES[each] in config.cpu_routes]
+        for operation in operations:
+            points = held_out_points(operation, host_room, HELD_OUT, self.held_out)
+            yield from probe_assisted(
+                *engines, gpu_room, host_room, operation, points, seconds / len(operations)
+            )
 
 
 def _store(
@@ -266,7 +289,7 @@ def _store(
     return profile
 
 
-def _operations(probed: Probed, config: EngineConfig) -> Iterator[tuple[Operation, Room]]:
+def _operations(probed: Probed, config: EngineConfig) -> Iterator[tuple[Step, Room]]:
     """What to measure on an engine."""
     if probed.engine != GPU:
         yield "cpu_iteration", _room("host", probed.host_pages, config)

@@ -21,9 +21,12 @@ from dualpace.core.plan import Route
 Floats = npt.NDArray[np.float64]
 Step = Literal["cpu_iteration", "gpu_decode", "gpu_prefill"]
 Part = Literal["cpu_attention", "assist", "assist_beside_prefill", "assist_stolen"]
-Operation = Step | Part
+Whole = Literal["assisted", "assisted2"]
+Operation = Step | Part | Whole
 OPERATIONS: tuple[Step, ...] = get_args(Step)  # what an engine can be asked to run
 PARTS: tuple[Part, ...] = get_args(Part)  # of a CPU iteration whose dense work the GPU does
+# What such parts must add up to, by the route that has them: measured to check a profile.
+WHOLES: dict[Operation, Route] = {"assisted": "assist", "assisted2": "assist2"}
 # Dense work does not depend on the context: these are measured by rows alone, at context 0.
 LINES: frozenset[Operation] = frozenset(("assist", "assist_beside_prefill", "assist_stolen"))
 

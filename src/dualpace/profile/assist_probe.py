@@ -7,24 +7,23 @@ costs it that attends to nothing. Knows no engine, no mailbox, no tensors.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from dualpace.core.plan import Batch, Executor, StepResult, Ticket
-from dualpace.policy.cost_model import Point
-from dualpace.profile.probes import Room, make_batch
+from dualpace.policy.cost_model import Point, Whole
+from dualpace.profile.probes import Room, make_batch, probe
 
-ROWS = (8, 32, 64, 128, 256)
+ROWS = (1, 8, 32, 64, 128, 256)
 CONTEXTS = (16_384, 65_536, 262_144)  # tokens of all rows
-REPEATS = 5
+REPEATS = 3
 DECODES = 32  # rows of the GPU's steps beside
 DEPTH = 2  # of them are under way at once, as in the engine
 
@@ -83,46 +82,64 @@ def probe_assists(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Point]:
-    """Points of `policy.cost_model.PARTS`, for about `seconds`, those without which no route can be
-    judged first.
+    """Points of `policy.cost_model.PARTS`, for about `seconds`, but at least those without which no
+    route can be judged: of the largest batch and the smallest.
 
     gpu_room without pages: the GPU has no decodes, so that none can be delayed; dense_seconds: of
     the GPU's part of an iteration of so many rows, when it waits for nobody and nothing runs
     beside. Raises what a step raises.
     """
-    probe = _Probe(gpu, cpu, host_room, clock, clock() + seconds)
-    sizes = [rows for rows in ROWS if rows < host_room.max_rows] + [host_room.max_rows]
+    measure = _Probe(gpu, cpu, host_room, clock, clock() + seconds)
+    sizes = [host_room.max_rows, *(rows for rows in reversed(ROWS) if rows < host_room.max_rows)]
+    sizes.insert(1, sizes.pop())
     decodes = _decodes(gpu_room)
-    hosts: dict[int, float] = {}
-    quiet = 0.0 if decodes is None else probe.quiet_step(decodes, min(0.3, seconds / 20))
-    for number, rows in enumerate([sizes[-1], *sizes[:-1]]):
-        if number > 1 and probe.late:
+    prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
+    quiet = 0.0 if decodes is None else measure.quiet_step(decodes, min(0.3, seconds / 20))
+    for number, rows in enumerate(sizes):
+        if number > 1 and measure.late:
             return
-        whole = probe.iteration(rows, rows)
+        whole = measure.iteration(rows, rows)
         if whole is None:
             continue
         dense = dense_seconds(rows)
         host = max(0.0, whole - dense)  # what rows cost the CPU that attend to a token each
-        hosts[rows] = host
         yield Point("cpu_attention", rows, 0, host)
-        for context in CONTEXTS if number == 0 else CONTEXTS[:1]:
-            if (longer := probe.iteration(rows, context)) is not None:
-                yield Point("cpu_attention", rows, context, max(host, longer - dense))
         stolen = 0.0
         if decodes is not None:
-            beside, step = probe.iteration_beside(decodes, rows)
-            dense = max(dense, beside - host)
+            beside, step = measure.iteration_beside(decodes, rows)
+            slowed = max(dense, beside - host)
             stolen = beside * max(0.0, 1.0 - quiet / step)
-        yield Point("assist", rows, 0, dense)
+        else:
+            slowed = dense
+        yield Point("assist", rows, 0, slowed)
         yield Point("assist_stolen", rows, 0, stolen)
-    prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
-    if prompts is None:
-        return
-    for rows, host in hosts.items():
-        if probe.late:
-            return
-        beside, _ = probe.iteration_beside(prompts, rows)
-        yield Point("assist_beside_prefill", rows, 0, max(0.0, beside - host))
+        if prompts is not None and not measure.late:
+            beside, _ = measure.iteration_beside(prompts, rows)
+            yield Point("assist_beside_prefill", rows, 0, max(0.0, beside - host))
+        for place, context in enumerate(CONTEXTS):
+            if context > rows * host_room.max_model_len or (place and measure.late):
+                break
+            if (longer := measure.iteration(rows, context)) is not None:
+                yield Point("cpu_attention", rows, context, max(host, longer - dense))
+
+
+def probe_assisted(
+    gpu: Executor,
+    cpu: Executor,
+    gpu_room: Room,
+    host_room: Room,
+    operation: Whole,
+    points: Sequence[tuple[int, int]],
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Point]:
+    """Whole iterations beside decodes, where there is room for these: (rows, tokens of context) of
+    each in `points`. Arguments are otherwise those of `probe_assists`."""
+    decodes = _decodes(gpu_room)
+    with contextlib.ExitStack() as stack:
+        if decodes is not None:
+            stack.enter_context(Beside(gpu, decodes, clock))
+        yield from probe(operation, cpu, host_room, seconds, clock, points)
 
 
 @dataclass(frozen=True)
@@ -145,10 +162,9 @@ class _Probe:
 
     def iteration(self, rows: int, context: int) -> float | None:
         """Seconds of an assisted one, the median of a few; None if there is no room for it."""
-        batch = make_batch("cpu_iteration", rows, context, self.room)
+        batch = make_batch("assisted", rows, context, self.room)
         if batch is None:
             return None
-        batch = msgspec.structs.replace(batch, route="assist")
         times: list[float] = []
         while len(times) < 2 or (len(times) <= REPEATS and not self.late):
             start = self.clock()

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dualpace.policy.cost_model import Estimate, Operation, Point, TableCostModel
+from dualpace.policy.cost_model import WHOLES, Estimate, Operation, Point, TableCostModel, cpu_step
 
 # What a profile that is fit for use keeps to.
 MEDIAN_BOUND, P90_BOUND = 0.08, 0.20
@@ -45,6 +45,9 @@ def predict(costs: TableCostModel, point: Point) -> Estimate:
             return costs.assist(point.size, 1.0)
         case "assist_stolen":
             return costs.assist_stolen(point.size)
+        case "assisted" | "assisted2":
+            route = WHOLES[point.operation]
+            return cpu_step(costs, route, point.size, point.context, prefill_share=0.0)
 
 
 def accuracy(costs: TableCostModel, measured: Iterable[Point]) -> list[Accuracy]:

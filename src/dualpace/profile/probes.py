@@ -1,4 +1,4 @@
-"""Measures the three operations of the cost model through `core.plan.Executor`.
+"""Measures whole steps of the cost model's kinds through `core.plan.Executor`.
 
 One probe serves every engine, because it says what it wants to run in batches, as a scheduler
 would. Knows no engine, no tensors, and not what is done with the points.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from dualpace.core.plan import Batch, BatchRow, Executor, Tier
 from dualpace.core.sampling import DecodeParams
 from dualpace.kv.pages import pages_for
-from dualpace.policy.cost_model import Operation, Point
+from dualpace.policy.cost_model import WHOLES, Point, Step, Whole
 
 REPEATS = 5
 POINT_SHARE = 0.05  # of the time there is; a point that takes longer is repeated less
@@ -42,7 +42,7 @@ class Room:
     max_model_len: int
 
 
-def plan_points(operation: Operation, room: Room) -> list[tuple[int, int]]:
+def plan_points(operation: Step | Whole, room: Room) -> list[tuple[int, int]]:
     """(size, context) of the points to measure, in order: a coarse grid first, then a finer one,
     cheap points before dear ones in each. So whatever time there is, the table is of use."""
     if operation == "gpu_prefill":
@@ -65,7 +65,7 @@ def plan_points(operation: Operation, room: Room) -> list[tuple[int, int]]:
 
 
 def held_out_points(
-    operation: Operation, room: Room, count: int, seed: int
+    operation: Step | Whole, room: Room, count: int, seed: int
 ) -> list[tuple[int, int]]:
     """(size, context) of up to `count` points that `plan_points` does not have, drawn at random
     within the same bounds: small ones as often as large ones."""
@@ -91,7 +91,7 @@ def held_out_points(
 
 
 def probe(
-    operation: Operation,
+    operation: Step | Whole,
     executor: Executor,
     room: Room,
     seconds: float,
@@ -120,7 +120,7 @@ def probe(
         yield Point(operation, size, context, statistics.median(times))
 
 
-def make_batch(operation: Operation, size: int, context: int, room: Room) -> Batch | None:
+def make_batch(operation: Step | Whole, size: int, context: int, room: Room) -> Batch | None:
     """The batch that a point stands for, or None if the room does not allow it.
 
     Decode: `size` rows that share `context` positions as evenly as whole positions allow.
@@ -151,7 +151,7 @@ def make_batch(operation: Operation, size: int, context: int, room: Room) -> Bat
             )
         )
         taken += pages
-    return Batch(1, tuple(rows))
+    return Batch(1, tuple(rows), route=WHOLES.get(operation, "local"))
 
 
 def _doubling(first: int, most: int) -> list[int]:
