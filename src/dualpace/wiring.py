@@ -48,6 +48,7 @@ from dualpace.scheduler.gated import GatedScheduler
 from dualpace.scheduler.gated_cpu import GatedCpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
 from dualpace.server.frontend import Frontend, Limits
+from dualpace.server.metrics import Metrics
 from dualpace.server.tokenizer import NoTokenizer
 from dualpace.supervisor import Launch, Supervisor, Timeouts
 
@@ -81,14 +82,14 @@ class Server:
     _descriptors: tuple[int, ...]
 
     @classmethod
-    async def start(cls, options: EngineOptions) -> Server:
-        """Start everything; returns when requests are taken.
+    async def start(cls, options: EngineOptions, metrics: Metrics | None = None) -> Server:
+        """Start everything; returns when requests are taken. The event loop is free meanwhile.
 
-        Raises `ConfigError`, `ModelError`, `HardwareError`, or `EngineError` with an engine's own
-        reason; then nothing is left running.
+        metrics: what the frontend is to count in. Raises `ConfigError`, `ModelError`,
+        `HardwareError`, or `EngineError` with an engine's own reason; then nothing is left running.
         """
         await _profile_first(options)
-        config, spec = resolve(options)
+        config, spec = await asyncio.to_thread(resolve, options)
         arena_bytes = config.host_pages * config.page_bytes
         arena_fd = create_arena(arena_bytes) if arena_bytes else None
         mailbox_fd = None
@@ -102,7 +103,7 @@ class Server:
             tokenizer = await asyncio.to_thread(_load_tokenizer, options)
             limits = Limits(config.max_model_len, spec.vocab_size, spec.eos_ids)
             engines: tuple[EngineName, ...] = (GPU, CPU) if config.host_pages else (GPU,)
-            frontend = Frontend(tokenizer, limits, supervisor.port.send, engines=engines)
+            frontend = Frontend(tokenizer, limits, supervisor.port.send, metrics, engines)
             supervisor.on_exit = frontend.engine_down
             supervisor.on_hang = frontend.metrics.engine_hung
             supervisor.on_host_gone = frontend.host_gone
@@ -124,7 +125,7 @@ async def _profile_first(options: EngineOptions) -> None:
     """Measure this machine and model for half a minute, if that is of use and was never done."""
     if options.profile != "auto" or device_of(options) != "cuda":
         return
-    config, spec = resolve(options, to_measure=True)
+    config, spec = await asyncio.to_thread(resolve, options, to_measure=True)
     if not lacks_profile(options, config, fingerprint_of(config, spec)):
         return
     logger.info("measuring for a profile first: half a minute, once (--profile none goes without)")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -279,14 +280,19 @@ def test_a_start_that_is_complete_when_it_is_abandoned_leaves_no_engines(tiny: A
     asyncio.run(scenario())
 
 
-def test_an_engine_that_cannot_start_says_why(tiny: Any, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
+def damaged(tiny: Any, place: Path) -> Path:
+    """The checkpoint with half of its weights."""
+    place.mkdir()
     for file in tiny.source.path.iterdir():
         data = file.read_bytes()
-        (broken / file.name).write_bytes(
+        (place / file.name).write_bytes(
             data[: len(data) // 2] if "safetensors" in file.name else data
         )
+    return place
+
+
+def test_an_engine_that_cannot_start_says_why(tiny: Any, tmp_path: Path) -> None:
+    broken = damaged(tiny, tmp_path / "broken")
     with pytest.raises(EngineError, match=r"model\.safetensors"):
         asyncio.run(Server.start(options(tiny, model=str(broken))))
 
@@ -300,15 +306,17 @@ def command(tiny: Any) -> list[str]:
     ]  # fmt: skip
 
 
-def start(command: list[str], log: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """A server process and the address it says it serves on."""
+def start(
+    command: list[str], log: Path, word: str = "serving"
+) -> tuple[subprocess.Popen[bytes], str]:
+    """A server process and the address of which it says that word."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, stderr=file, stdout=file)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         for line in log.read_text().splitlines():
-            if "serving" in line and "http://" in line:
-                return process, line[line.index("http://") :]
+            if word in line and "http://" in line:
+                return process, line[line.index("http://") :].split()[0]
         time.sleep(0.1)
     process.kill()
     raise AssertionError(log.read_text())
@@ -374,6 +382,48 @@ def test_a_second_signal_ends_streams_at_once_and_cleans_up_all_the_same(
     assert process.wait(30) == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
     runtime.rmdir()  # nothing is left in it
+
+
+def test_a_server_answers_from_the_start_and_says_that_it_loads(
+    command: list[str], tmp_path: Path
+) -> None:
+    process, address = start(command, tmp_path / "log", "listening")
+    try:
+        statuses: list[int] = []
+        while not statuses or statuses[-1] != 200:
+            statuses.append(httpx.get(f"{address}/ready").status_code)
+            assert process.poll() is None
+        assert statuses[0] == 503
+        assert httpx.get(f"{address}/health").json()["status"] == "ok"
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
+def test_a_server_that_is_stopped_or_fails_while_it_loads_ends_and_says_why(
+    tiny: Any, command: list[str], tmp_path: Path
+) -> None:
+    process, _ = start(command, tmp_path / "log", "listening")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    broken = damaged(tiny, tmp_path / "broken")
+    done = subprocess.run(
+        [*command[:4], str(broken), *command[5:]], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "model.safetensors" in done.stderr
+
+
+def test_a_port_that_is_taken_is_told_before_anything_loads(command: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [*command[:-1], str(port)], capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert f"--port {port}" in done.stderr
+    assert "loading" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from dualpace.core.request import RequestState
 from dualpace.models.token_bytes import TokenBytes
 from dualpace.server.api import create_app
 from dualpace.server.frontend import Frontend, Limits
+from dualpace.server.serving import Service
 
 EOS = "<|eos|>"
 CORPUS = ["the quick brown fox jumps over the lazy dog, stop here", "héllo wörld 你好 🙂"]
@@ -163,6 +164,12 @@ class FakeEngines:
         self.receive("gpu", EngineReady(1, gpu, 32))
         self.receive("cpu", EngineReady(2, cpu, 32))
 
+    def service(self, *names: str, **options) -> Service:
+        """What the API serves once the engines are there."""
+        service = Service(names, self.frontend.metrics, **options)
+        service.open(self.frontend)
+        return service
+
     @property
     def submits(self) -> list[RequestState]:
         return [message.state for _, message in self.sent if isinstance(message, Submit)]
@@ -200,7 +207,7 @@ def engines(byte_level) -> FakeEngines:
 async def server(anyio_backend, byte_level) -> AsyncIterator[tuple[FakeEngines, str]]:
     """The engines behind a server, and its address. One for a file: to stop one takes a while."""
     engines = _engines(byte_level)
-    app = create_app(engines.frontend, ["small", "alias/small"], max_body_bytes=100_000)
+    app = create_app(engines.service("small", "alias/small", max_body_bytes=100_000))
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio leaves it off on sockets that it did not make, and answers then come 40 ms late.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -15,6 +15,7 @@ from dualpace.core.errors import RequestError
 from dualpace.core.messages import Envelope, Failed, Lost, TokenEvent
 from dualpace.core.sampling import SamplingParams
 from dualpace.server.api import create_app
+from dualpace.server.serving import Service
 
 pytestmark = pytest.mark.anyio
 
@@ -275,6 +276,36 @@ async def test_a_server_without_engines_lives_but_is_not_ready(client, http, ser
     assert refused.headers["retry-after"] == "1"
 
 
+async def test_while_the_model_loads_everything_answers_and_says_so(engines):
+    service = Service(["m"], engines.frontend.metrics)
+    transport = httpx.ASGITransport(create_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+        health, ready = await http.get("/health"), await http.get("/ready")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        assert (ready.status_code, ready.json()) == (503, {"ready": False, "missing": ["model"]})
+        metrics = await http.get("/metrics")
+        assert (metrics.status_code, 'engine_up{engine="gpu"} 0.0' in metrics.text) == (200, True)
+        assert (await http.get("/version")).status_code == 200
+        hello = [{"role": "user", "content": "a"}]
+        for refused in (
+            await http.post("/v1/completions", json={"prompt": "a"}),
+            await http.post("/v1/chat/completions", json={"messages": hello}),
+            await http.get("/v1/models"),
+            await http.get("/v1/models/m"),
+        ):
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("service_unavailable", "not_ready")
+            assert "loading" in error["message"]
+        engines.ready()
+        service.open(engines.frontend)
+        assert (await http.get("/health")).json() == {"status": "ok", "given_up": []}
+        assert (await http.get("/ready")).status_code == 200
+        answer = await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4})
+        assert answer.status_code == 200
+
+
 async def test_a_server_that_goes_on_without_its_host_says_so(client, http, served):
     served.frontend.engine_down("cpu")
     served.frontend.host_gone()
@@ -312,7 +343,7 @@ async def test_text_is_not_split_at_unusual_line_ends(http, served):
 
 async def test_a_server_may_have_sampling_defaults_of_its_own(engines):
     engines.ready()
-    app = create_app(engines.frontend, ["m"], default_sampling={"temperature": 0.25, "top_k": 7})
+    app = create_app(engines.service("m", default_sampling={"temperature": 0.25, "top_k": 7}))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         await http.post("/v1/completions", json={"prompt": "a"})
@@ -320,4 +351,4 @@ async def test_a_server_may_have_sampling_defaults_of_its_own(engines):
     params = [state.params for state in engines.submits]
     assert [(p.temperature, p.top_k) for p in params] == [(0.25, 7), (0.0, 0)]
     with pytest.raises(RequestError, match="temperature"):
-        create_app(engines.frontend, ["m"], default_sampling={"temperature": -1})
+        engines.service("m", default_sampling={"temperature": -1})

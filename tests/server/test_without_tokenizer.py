@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 async def http(engines):
     engines.frontend.tokenizer = NoTokenizer()
     engines.ready()
-    transport = httpx.ASGITransport(create_app(engines.frontend, ["small"]))
+    transport = httpx.ASGITransport(create_app(engines.service("small")))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         yield http
 

@@ -59,7 +59,8 @@ def ask_models(base_url: str) -> list[ServedModel]:
         cards = response.json()["data"]
         return [ServedModel(card["id"], card.get("max_model_len")) for card in cards]
     except httpx.HTTPStatusError as error:
-        raise ServerError(f"{url} answered HTTP {error.response.status_code}") from None
+        said = _error_text(error.response.text)
+        raise ServerError(f"{url} answered HTTP {error.response.status_code}: {said}") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(
             f"no server answers at {base_url} ({error or type(error).__name__}). "

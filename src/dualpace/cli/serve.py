@@ -21,6 +21,8 @@ from dualpace.core.errors import ConfigError
 from dualpace.models.registry import resolve
 from dualpace.models.spec import default_sampling
 from dualpace.server.api import create_app
+from dualpace.server.metrics import Metrics
+from dualpace.server.serving import Service
 from dualpace.wiring import Server
 
 logger = logging.getLogger(__name__)
@@ -61,20 +63,25 @@ async def _serve(options: EngineOptions, host: str, port: int) -> None:
         # asyncio turns Nagle's algorithm off only on listeners of its own: each token would wait
         # 40 ms for an acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        server = await Server.start(options)
-        api = _Api(
-            uvicorn.Config(
-                create_app(
-                    server.frontend,
-                    [options.served_model_name or options.model],
-                    default_sampling=default_sampling(resolve(options.model)),
-                ),
-                log_config=None,
-                timeout_graceful_shutdown=GRACE + 1,
-            )
+        service = Service(
+            [options.served_model_name or options.model],
+            Metrics(),
+            default_sampling=default_sampling(resolve(options.model)),
         )
+        config = uvicorn.Config(
+            create_app(service), log_config=None, timeout_graceful_shutdown=GRACE + 1
+        )
+        api = _Api(config)
         serving = asyncio.ensure_future(api.serve(sockets=[listener]))
         address, bound = listener.getsockname()[:2]
+        logger.info("listening on http://%s:%d while %s loads", address, bound, options.model)
+        try:
+            server = await Server.start(options, service.metrics)
+        except BaseException:
+            api.should_exit = True
+            await serving
+            raise
+        service.open(server.frontend)
         logger.info("serving %s on http://%s:%d", options.model, address, bound)
         ends: set[asyncio.Future[Any]] = {serving, server.supervisor.failed}
         try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -16,28 +15,14 @@ from dualpace.core.version import __version__
 from dualpace.server.chat import create_chat_completion
 from dualpace.server.completions import create_completion
 from dualpace.server.errors import ignore_gone_client, respond_with_error
-from dualpace.server.frontend import Frontend
 from dualpace.server.metrics import CONTENT_TYPE
 from dualpace.server.protocol import Model, ModelList
 from dualpace.server.serving import Service
 
-MAX_BODY_BYTES = 32 * 2**20
 
-
-def create_app(
-    frontend: Frontend,
-    served_model_names: Sequence[str],
-    *,
-    default_sampling: Mapping[str, Any] | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
-) -> FastAPI:
-    """The application over one frontend, to be run on the event loop that the frontend lives on.
-
-    served_model_names: accepted names, the first one the default. default_sampling: fields of
-    `SamplingParams` that a request need not give, such as the checkpoint's generation config has.
-    Raises `RequestError` where one of those cannot work.
-    """
-    service = Service(frontend, served_model_names, default_sampling or {}, max_body_bytes)
+def create_app(service: Service) -> FastAPI:
+    """The application, to be run on the event loop that the service's frontend lives on. While the
+    service has none it answers too: that it is loading."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -72,20 +57,22 @@ def create_app(
         return _model(service, service.check_model(name))
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
-        status = "degraded" if frontend.given_up else "ok"
-        return {"status": status, "given_up": frontend.given_up}
+    async def health() -> Response:
+        if service.loading:
+            return JSONResponse({"status": "loading", "given_up": []}, status_code=503)
+        given_up = service.frontend.given_up
+        return JSONResponse({"status": "degraded" if given_up else "ok", "given_up": given_up})
 
     @app.get("/ready")
     async def ready() -> Response:
-        missing = frontend.missing
+        missing = ["model"] if service.loading else service.frontend.missing
         return JSONResponse(
             {"ready": not missing, "missing": missing}, status_code=503 if missing else 200
         )
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(frontend.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(service.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -22,14 +22,16 @@ from starlette.types import Receive, Scope, Send
 from dualpace.core.errors import DualPaceError, RequestError
 from dualpace.core.messages import EngineName
 from dualpace.core.sampling import SamplingParams
-from dualpace.server.errors import CLIENT_GONE, UnknownModelError, error_event
+from dualpace.server.errors import CLIENT_GONE, NotReadyError, UnknownModelError, error_event
 from dualpace.server.frontend import Frontend
+from dualpace.server.metrics import Metrics
 from dualpace.server.protocol import StreamOptions, Usage
 from dualpace.server.stream import Delta, Stream, merge
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+MAX_BODY_BYTES = 32 * 2**20
 
 
 class Format(Protocol):
@@ -49,23 +51,46 @@ class Format(Protocol):
 
 
 class Service:
-    """One server's frontend, model names and defaults, as the endpoints need them."""
+    """One server's frontend, model names and defaults, as the endpoints need them.
+
+    model_names: accepted names, the first one the default. default_sampling: fields of
+    `SamplingParams` that a request need not give, such as the checkpoint's generation config has.
+    metrics: the frontend's, also before there is one. Raises `RequestError` where a default cannot
+    work.
+    """
 
     def __init__(
         self,
-        frontend: Frontend,
         model_names: Sequence[str],
-        default_sampling: Mapping[str, Any],
-        max_body_bytes: int,
+        metrics: Metrics,
+        *,
+        default_sampling: Mapping[str, Any] | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        SamplingParams(**default_sampling)  # a wrong default shows now, not at a client
-        self.frontend = frontend
         self.model_names = tuple(model_names)
-        self.default_sampling = dict(default_sampling)
+        self.metrics = metrics
+        self.default_sampling = dict(default_sampling or {})
+        SamplingParams(**self.default_sampling)  # a wrong default shows now, not at a client
         self.started = int(time.time())
+        self._frontend: Frontend | None = None
         self._max_body_bytes = max_body_bytes
         # One thread: a long prompt must not stop the streams, and tokenizers are not reentrant.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    def open(self, frontend: Frontend) -> None:
+        """The engines have loaded the model: requests are taken from now on."""
+        self._frontend = frontend
+
+    @property
+    def loading(self) -> bool:
+        return self._frontend is None
+
+    @property
+    def frontend(self) -> Frontend:
+        """Raises `NotReadyError` while the model is loading."""
+        if self._frontend is None:
+            raise NotReadyError("the model is still loading: /ready tells when it is there")
+        return self._frontend
 
     def check_model(self, name: str | None) -> str:
         """The model to answer as. Raises `UnknownModelError`."""
