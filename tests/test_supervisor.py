@@ -33,6 +33,8 @@ launch = msgspec.json.decode(sys.argv[1], type=Launch)
 how, kv_tokens = sys.argv[2], int(sys.argv[3])
 if how == "cannot start":
     sys.exit(3)
+if how == "loads for ever":
+    time.sleep(1000)
 port = EnginePort(launch.name, launch.address)
 port.generation = launch.generation
 port.connect("frontend", launch.frontend_address)
@@ -184,6 +186,48 @@ def test_without_kv_on_the_gpu_there_is_no_going_on_without_the_host(
     async def scenario(watched: Supervisor) -> None:
         with pytest.raises(EngineError, match="holds no KV"):
             await watched.failed
+
+    engines.run(scenario)
+
+
+@pytest.mark.parametrize("how", ["loads for ever", "cannot start"])
+@pytest.mark.parametrize("gpu_kv_tokens", [100, 0])
+def test_a_cpu_engine_that_does_not_come_back_with_the_gpu_engine_is_not_waited_for(
+    how: str, gpu_kv_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless only the host has room for requests. It is tried again either way."""
+    monkeypatch.setattr(supervisor, "CPU_LOADING", (2.0, 0.0))
+    engines = Engines(["well"], ["well", how, "well"], gpu_kv_tokens)
+
+    async def scenario(watched: Supervisor) -> None:
+        os.kill(watched.pids["gpu"], signal.SIGKILL)
+        if gpu_kv_tokens:
+            await engines.until("host gone")
+        while len(engines.starts) < 5:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.5)  # the last one is well, and no patience has run out on it
+        assert watched.pids.keys() == {"gpu", "cpu"}
+        assert not watched.failed.done()
+
+    engines.run(scenario)
+    assert engines.starts == ["gpu", "cpu", "gpu", "cpu", "cpu"]
+    assert ("host gone" in engines.heard) == bool(gpu_kv_tokens)
+
+
+def test_a_restarted_cpu_engine_may_load_as_long_as_the_first_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "CPU_LOADING", (0.0, 20.0))
+    engines = Engines(["well"], ["well"])
+
+    async def scenario(watched: Supervisor) -> None:
+        first = watched.pids["cpu"]
+        os.kill(first, signal.SIGKILL)
+        await engines.until("cpu down")
+        while watched.pids.get("cpu") in (None, first):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(2)
+        assert engines.starts == ["gpu", "cpu", "cpu"]
 
     engines.run(scenario)
 

@@ -43,6 +43,7 @@ BACKOFF = (0.1, 30.0)  # first and longest pause before a CPU engine is restarte
 QUICK_DEATH = 60.0  # a CPU engine that has answered for fewer seconds has died quickly
 CPU_QUICK_DEATHS = 6  # in a row, after which the server goes on without it …
 CPU_RETRY = 300.0  # … and tries again only every so many seconds
+CPU_LOADING = (120.0, 3.0)  # seconds, or times the longest yet, that a restarted one may load for
 SHUTDOWN_PATIENCE = 5.0  # seconds for an engine to exit on request before it is killed
 HEARTBEAT_CHECK = 1.0  # seconds between two looks at a heartbeat
 LAST_LOOK = 0.5  # seconds for an engine that hangs to write down where
@@ -84,6 +85,7 @@ class Child:
         self.process = process
         self.monitor = monitor
         self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self.started_at = time.monotonic()
         self.ready_at = float("inf")
         self.hung: Silence | None = None
 
@@ -135,6 +137,7 @@ class Supervisor:
         self._drained: asyncio.Future[None] | None = None
         self._gpu_deaths: list[float] = []
         self._cpu_deaths = 0  # quick ones, in a row
+        self._cpu_loading = 0.0  # the longest yet, seconds
         self._closing = False
 
     @property
@@ -158,6 +161,9 @@ class Supervisor:
                 if not child.ready.done():
                     child.ready.set_result(ready)
                     child.ready_at = time.monotonic()
+                    if name == CPU:
+                        loading = child.ready_at - child.started_at
+                        self._cpu_loading = max(self._cpu_loading, loading)
                 return True
         return False
 
@@ -301,9 +307,12 @@ class Supervisor:
 
     # -- recovery --------------------------------------------------------------------------------
 
-    async def _recover_cpu(self) -> None:
+    async def _recover_cpu(self, all_wait: bool = False) -> None:
         """The dead is reaped already. The GPU engine lets go of its pages before a new one maps
-        them; requests are resubmitted meanwhile by whoever keeps the journal."""
+        them; requests are resubmitted meanwhile by whoever keeps the journal.
+
+        all_wait: no request is taken until there is a CPU engine, or none to wait for.
+        """
         ready = False
         while not ready:
             pause = self._pause_before_retry(self._children.pop(CPU, None))
@@ -311,8 +320,8 @@ class Supervisor:
             self._drained = asyncio.get_running_loop().create_future()
             self.port.send(GPU, PeerDown(self._generation))
             await self._drained
-            if self._cpu_deaths > CPU_QUICK_DEATHS:
-                self._go_on_without_host()
+            if self._cpu_deaths > CPU_QUICK_DEATHS or (all_wait and self._gpu_holds_kv):
+                self._go_on_without_host(pause)
             await asyncio.sleep(pause)
             self._generation += 1
             try:
@@ -321,11 +330,21 @@ class Supervisor:
                 logger.error("the CPU engine could not be started: %s", error)
 
     async def _cpu_is_up(self, child: Child) -> bool:
-        """Wait until a CPU engine answers, and let both know of each other."""
+        """Wait until a CPU engine answers, and let both know of each other. One that loads for much
+        longer than any before it will not come, and is killed."""
+        least, times = CPU_LOADING
+        patience = max(least, times * self._cpu_loading)
         try:
-            await self._until_ready(child)
+            async with asyncio.timeout(patience):
+                await self._until_ready(child)
         except EngineError as error:
             logger.error("the CPU engine did not start: %s", error)
+            return False
+        except TimeoutError:
+            logger.error("the CPU engine has been loading for %.0f s; killing it", patience)
+            child.kill()
+            await child.process.wait()
+            self.on_exit(CPU)  # its first message may have come in between
             return False
         self._introduce()
         self._watch(self._watch_child(child))
@@ -339,14 +358,18 @@ class Supervisor:
         first, longest = BACKOFF
         return float(min(longest, first * 2 ** (self._cpu_deaths - 1)))
 
-    def _go_on_without_host(self) -> None:
-        if not self._children[GPU].ready.result().kv_tokens:
+    @property
+    def _gpu_holds_kv(self) -> bool:
+        return self._children[GPU].ready.result().kv_tokens > 0
+
+    def _go_on_without_host(self, pause: float) -> None:
+        if not self._gpu_holds_kv:
             raise EngineError(
                 f"the CPU engine died {self._cpu_deaths} times, and the GPU engine holds no KV"
             )
         logger.error(
             "the CPU engine died %d times in a row: going on without host KV; next try in %g s",
-            self._cpu_deaths, CPU_RETRY,
+            self._cpu_deaths, pause,
         )  # fmt: skip
         self.port.send(GPU, HostGone())
         self.on_host_gone()
@@ -386,4 +409,4 @@ class Supervisor:
 
     async def _join(self, child: Child) -> None:
         if not await self._cpu_is_up(child):
-            await self._recover_cpu()
+            await self._recover_cpu(all_wait=True)
