@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -94,9 +94,10 @@ def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
     assert "33.3%" in output
 
 
-def test_after_ctrl_c_new_points_are_kept_beside_the_old_ones(
-    tiny_model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Measuring takes no time and finds `value`; the first operation may be the last."""
+
     def measured(value: float, *, interrupt: bool) -> None:
         def probe(
             operation: Operation, executor: Executor, room: Room, seconds: float
@@ -107,13 +108,53 @@ def test_after_ctrl_c_new_points_are_kept_beside_the_old_ones(
 
         monkeypatch.setattr(cli, "probe", probe)
 
+    return measured
+
+
+def test_after_ctrl_c_new_points_are_kept_beside_the_old_ones(
+    tiny_model: str, cache: Path, measured: Callable[..., None]
+) -> None:
     measured(1.0, interrupt=False)
     assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 0
     measured(2.0, interrupt=True)
-    assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 130
+    again = CliRunner().invoke(cli.profile_app, run(tiny_model))
+    assert again.exit_code == 130
+    assert "kept: 1 of gpu_prefill, 1 of cpu_iteration" in again.stderr
     [path] = stored(cache)
     seconds = {point.operation: point.seconds for point in load(path).points}
     assert seconds == {"gpu_decode": 2.0, "gpu_prefill": 1.0, "cpu_iteration": 1.0}
+
+
+@pytest.mark.parametrize("interrupt", [True, False])
+def test_points_measured_with_other_options_are_not_mixed_and_that_is_said(
+    tiny_model: str, cache: Path, measured: Callable[..., None], interrupt: bool
+) -> None:
+    measured(1.0, interrupt=False)
+    first = CliRunner().invoke(cli.profile_app, run(tiny_model))
+    assert "replaces" not in first.stderr
+    measured(2.0, interrupt=interrupt)
+    other = [*run(tiny_model), "--max-model-len", "64"]
+    again = CliRunner().invoke(cli.profile_app, other)
+    assert again.exit_code == (130 if interrupt else 0)
+    assert "replaces the profile of" in again.stderr
+    assert "--gpu-kv-tokens 512" in again.stderr
+    assert ("nothing is kept" in again.stderr) == interrupt
+    [path] = stored(cache)
+    profile = load(path)
+    assert {point.seconds for point in profile.points} == {2.0}
+    assert profile.options["max_model_len"] == 64
+
+
+def test_a_stored_profile_that_is_damaged_is_measured_anew(
+    tiny_model: str, cache: Path, measured: Callable[..., None]
+) -> None:
+    measured(1.0, interrupt=False)
+    assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 0
+    [path] = stored(cache)
+    path.write_text("{")
+    measured(2.0, interrupt=True)
+    assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 130
+    assert {point.seconds for point in load(path).points} == {2.0}
 
 
 def test_what_was_never_measured_cannot_be_shown(tiny_model: str) -> None:

@@ -7,7 +7,9 @@ tables to stdout.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +45,7 @@ from dualpace.cli.options import (
 from dualpace.cli.replays import today
 from dualpace.cli.tables import table_console
 from dualpace.core.config import EngineConfig, EngineOptions
+from dualpace.core.errors import ConfigError
 from dualpace.core.messages import GPU
 from dualpace.core.plan import Executor, Tier
 from dualpace.policy.cost_model import (
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     from dualpace.measuring import Probed
 
 HELD_OUT = 40  # points of each operation that a check measures, if there is time
+IN_FINGERPRINT = ("cpu_cores",)  # of the options of a measurement
 STANDIN_KV_TOKENS = 8192  # in which to measure a stand-in that would get no KV room by default
 
 profile_app = typer.Typer(
@@ -100,7 +104,11 @@ Seconds = Annotated[float, typer.Option(min=0.0, help="About how long to measure
 @profile_app.command()
 @takes_options
 def run(model: Model, flags: MeasureFlags, seconds: Seconds = 30.0) -> None:
-    """Measure MODEL, store the profile, print it. After Ctrl-C what was measured is kept."""
+    """Measure MODEL, store the profile, print it.
+
+    An earlier profile of the same machine and model is replaced. After Ctrl-C what was measured is
+    kept, and of the earlier one what was not reached, if it was measured with the same options.
+    """
     set_up_logging(logging.WARNING)
     with explained():
         _report(measure_and_store(flags.options(model), seconds))
@@ -113,14 +121,26 @@ def measure_and_store(options: EngineOptions, seconds: float) -> Profile:
     if options.gpu_kv_tokens is None and config.gpu_pages == 0:
         pages = STANDIN_KV_TOKENS // config.page_tokens
         config = msgspec.structs.replace(config, gpu_pages=pages)
+    earlier = _earlier(fingerprint)
+    if earlier is not None:
+        console.print(
+            f"replaces the profile of {earlier.date} ({earlier.flags})",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     measured = _Measured()
     try:
         measured.run(config, seconds, console)
     except BaseException:
         if measured.points:
-            _report(_store(options.model, config, fingerprint, measured))
+            profile = _profile(options, config, fingerprint, measured)
+            if earlier is not None:
+                profile = _completed(profile, earlier, console)
+            save(profile)
+            _report(profile)
         raise
-    return _store(options.model, config, fingerprint, measured)
+    profile = _profile(options, config, fingerprint, measured)
+    save(profile)
+    return profile
 
 
 @profile_app.command()
@@ -202,7 +222,6 @@ class _Measured:
         self.held_out = held_out
         self.points: list[Point] = []
         self.gpu_kv_tokens = 0
-        self.complete = False
 
     def run(self, config: EngineConfig, seconds: float, console: Console) -> None:
         """Measure every operation that this configuration has, each for its share of the time."""
@@ -232,7 +251,6 @@ class _Measured:
                             self.points.append(point)
                             bar.advance(task)
                     bar.reset(task, total=None, description="loading the model")
-        self.complete = True
 
     def _probe(
         self,
@@ -270,22 +288,45 @@ class _Measured:
             )
 
 
-def _store(
-    model: str, config: EngineConfig, fingerprint: Fingerprint, measured: _Measured
+def _earlier(fingerprint: Fingerprint) -> Profile | None:
+    """What is stored of the same, unless it cannot be read."""
+    with contextlib.suppress(ConfigError):
+        return load(path_of(fingerprint))
+    return None
+
+
+def _profile(
+    options: EngineOptions, config: EngineConfig, fingerprint: Fingerprint, measured: _Measured
 ) -> Profile:
-    """Save; what an interrupted run did not reach stays as it was."""
-    profile = Profile(
-        model=model,
+    given = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(MeasureFlags)
+        if field.name not in IN_FINGERPRINT and getattr(options, field.name) != field.default
+    }
+    return Profile(
+        model=options.model,
         date=today(),
         fingerprint=fingerprint,
         gpu_kv_tokens=measured.gpu_kv_tokens,
         host_kv_tokens=config.host_pages * config.page_tokens,
         points=tuple(measured.points),
+        options=given,
     )
-    earlier = path_of(fingerprint)
-    if not measured.complete and earlier.exists():
-        profile = profile.keeping(load(earlier))
-    save(profile)
+
+
+def _completed(profile: Profile, earlier: Profile, console: Console) -> Profile:
+    """What an interrupted run did not reach stays as it was, where it was measured likewise."""
+    old = profile.not_again(earlier)
+    if not old:
+        return profile
+    if profile.options != earlier.options:
+        said = f"nothing is kept of {earlier.date}: that was measured with {earlier.flags}"
+    else:
+        counts = Counter(point.operation for point in old)
+        kept = ", ".join(f"{count} of {operation}" for operation, count in counts.items())
+        said = f"points of {earlier.date} that are kept: {kept}"
+        profile = profile.keeping(old)
+    console.print(said, highlight=False, soft_wrap=True)
     return profile
 
 

@@ -21,7 +21,9 @@ from dualpace.profile.fingerprint import MODEL_FIELDS, Fingerprint, require_same
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """`model` is its name as the user wrote it, `date` ISO 8601, `*_kv_tokens` the KV room that
     there was in each tier, `copy_bandwidth` bytes per second between them. `note` says where the
-    numbers come from if they were not measured here, else it is empty."""
+    numbers come from if they were not measured here, else it is empty. `options` are those of
+    `EngineOptions` that were not left at their defaults, where they have to do with measuring and
+    the fingerprint does not know them."""
 
     model: str
     date: str
@@ -31,11 +33,21 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     points: tuple[Point, ...]
     copy_bandwidth: float = 25e9
     note: str = ""
+    options: dict[str, str | int] = {}
 
-    def keeping(self, earlier: Profile) -> Profile:
-        """This profile, with those points of `earlier` that were not measured again."""
+    @property
+    def flags(self) -> str:
+        """The options as on a command line, for people."""
+        written = (f"--{name.replace('_', '-')} {value}" for name, value in self.options.items())
+        return " ".join(written) or "default options"
+
+    def not_again(self, earlier: Profile) -> list[Point]:
+        """Points of `earlier` that were not measured again for this one."""
         new = {(p.operation, p.size, p.context) for p in self.points}
-        old = (p for p in earlier.points if (p.operation, p.size, p.context) not in new)
+        return [p for p in earlier.points if (p.operation, p.size, p.context) not in new]
+
+    def keeping(self, old: Iterable[Point]) -> Profile:
+        """This profile with those points as well."""
         return msgspec.structs.replace(self, points=_in_order((*self.points, *old)))
 
 
