@@ -172,7 +172,7 @@ async def test_sampling_options_reach_the_engines(client, served):
         seed=-1,
         presence_penalty=0,
         logit_bias={},
-        extra_body={"top_k": 5, "min_p": 0.1, "min_tokens": 2, "stop_token_ids": [9], "junk": [1]},
+        extra_body={"top_k": 5, "min_p": 0.1, "min_tokens": 2, "stop_token_ids": [9]},
     )
     params = served.submits[0].params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 5, 0.1)
@@ -185,6 +185,36 @@ async def test_sampling_options_reach_the_engines(client, served):
         model="small", messages=[{"role": "user", "content": "a"}], max_completion_tokens=3
     )
     assert served.submits[2].params.max_tokens == 3
+
+
+async def test_what_clients_send_and_no_answer_depends_on_is_taken(client, served):
+    await client.chat.completions.create(
+        model="small",
+        messages=[{"role": "user", "content": "a"}],
+        max_tokens=3,
+        user="somebody",
+        metadata={"purpose": "test"},
+        store=False,
+        service_tier="auto",
+        safety_identifier="x",
+        prompt_cache_key="y",
+        parallel_tool_calls=True,
+        extra_body={"request_id": "1", "cache_salt": "z", "junk": None},
+    )
+    # Load generators send both names to both endpoints.
+    await client.completions.create(
+        model="small", prompt="a", max_tokens=4, extra_body={"max_completion_tokens": 4}
+    )
+    assert [state.params.max_tokens for state in served.submits] == [3, 4]
+
+
+async def test_a_misspelt_option_is_refused_by_name(client, served):
+    with pytest.raises(openai.BadRequestError, match="temprature") as caught:
+        await client.completions.create(
+            model="small", prompt="a", extra_body={"temprature": 0.5, "top_k": 3}
+        )
+    assert caught.value.param == "temprature"
+    assert served.submits == []
 
 
 async def test_disorder_doubles_stale_tokens_and_a_lost_engine_do_not_show(

@@ -90,6 +90,10 @@ async def _refused(http, response, status, param):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"temprature": 0.5}, "temprature"),
+        ({"typical_p": 0.9}, "typical_p"),
+        ({"x" * 5000: 1}, "x" * 100 + "…"),
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -130,6 +134,7 @@ async def test_fields_of_both_endpoints(http, path, fields, param):
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "messages": HELLO}, "messages"),
     ],
 )
 async def test_prompts(http, body, param):
@@ -152,13 +157,13 @@ async def test_prompts(http, body, param):
         (_says(content=[{"type": "text"}]), "messages"),
         (_says(content="a" * 500), "messages"),
         (_says(content="a", tool_calls=[{"id": "1"}]), "messages"),
-        ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": HELLO, "logprobs": 1}, "logprobs"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"messages": HELLO, "logprobs": False, "top_logprobs": 1}, "top_logprobs"),
         ({"messages": HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
+        ({"messages": HELLO, "prompt": "a"}, "prompt"),
     ],
 )
 async def test_messages(http, body, param):
@@ -220,9 +225,11 @@ async def test_other_routes(http, method, path, status, param):
     await _refused(http, await http.request(method, path), status, param)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-async def test_an_unknown_model(http, path):
-    body = {"model": "gpt-9", "prompt": "a", "messages": HELLO}
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})]
+)
+async def test_an_unknown_model(http, path, body):
+    body["model"] = "gpt-9"
     error = await _refused(http, await http.post(path, json=body), 404, "model")
     assert error["code"] == "model_not_found"
 

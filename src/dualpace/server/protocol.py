@@ -1,7 +1,7 @@
 """Requests and responses of the OpenAI API, as far as DualPace speaks it, and vLLM's extra fields.
 
-Types only, and which known fields are refused: an unknown field is ignored, as vLLM does, but one
-that a client could rely on must not be dropped in silence.
+Types only, and which fields are refused: all that are not known to have no effect on the answer, as
+one that a client could rely on must not be dropped in silence.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dualpace.core.messages import EngineName
 from dualpace.core.request import FinishReason
 from dualpace.core.sampling import MAX_BIASED_IDS, SamplingParams
 
+MAX_NAME_SHOWN = 100  # characters of the name of an unknown field
 MAX_ID_DIGITS = 10  # of a token id in the keys of logit_bias
 
 # Refused unless the value is one of these, which ask for nothing.
@@ -59,6 +60,24 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
 }
 
+# About the client, its bill, a cache, or fields that are refused: the answer is the same without.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_salt",
+        "guided_decoding_backend",
+        "include_reasoning",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
 StopList = Annotated[list[str], Field(fail_fast=True)]
 IdList = Annotated[list[int], Field(fail_fast=True)]
 
@@ -83,6 +102,7 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None  # the newer name of the same
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -109,6 +129,20 @@ class GenerationRequest(BaseModel):
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """The request's decoding options over `defaults`. Raises `RequestError`."""
+        if self.max_completion_tokens is None:
+            return self._sampling_params(defaults)
+        try:
+            newer = self.model_copy(update={"max_tokens": self.max_completion_tokens})
+            return newer._sampling_params(defaults)
+        except RequestError as error:
+            if error.param == "max_tokens":
+                raise RequestError(
+                    str(error).replace("max_tokens", "max_completion_tokens", 1),
+                    param="max_completion_tokens",
+                ) from None
+            raise
+
+    def _sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of other than n is not supported", param="best_of")
         if self.stream_options is not None and not self.stream:
@@ -178,7 +212,6 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
-    max_completion_tokens: int | None = None
     add_special_tokens: bool | None = None
     logprobs: bool | None = None
 
@@ -192,20 +225,6 @@ class ChatRequest(GenerationRequest):
         if count and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
         return count if self.logprobs else None
-
-    def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        if self.max_completion_tokens is None:
-            return super().sampling_params(defaults)
-        try:
-            newer = self.model_copy(update={"max_tokens": self.max_completion_tokens})
-            return super(ChatRequest, newer).sampling_params(defaults)
-        except RequestError as error:
-            if error.param == "max_tokens":
-                raise RequestError(
-                    str(error).replace("max_tokens", "max_completion_tokens", 1),
-                    param="max_completion_tokens",
-                ) from None
-            raise
 
 
 RequestModel = TypeVar("RequestModel", bound=GenerationRequest)
@@ -222,6 +241,11 @@ def parse_request(kind: type[RequestModel], fields: object) -> RequestModel:
             value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
         ):
             raise RequestError(f"{name} is not supported", param=name)
+    known = kind.model_fields.keys() | _NEUTRAL.keys() | _WITHOUT_EFFECT
+    for name, value in fields.items():
+        if name not in known and value is not None:
+            shown = name if len(name) <= MAX_NAME_SHOWN else f"{name[:MAX_NAME_SHOWN]}…"
+            raise RequestError(f"{shown}: there is no such field here", param=shown)
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
