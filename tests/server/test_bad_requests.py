@@ -245,6 +245,33 @@ async def test_a_body_over_the_limit(http, chunked):
     await _refused(http, await http.post(COMPLETIONS, content=body, headers=headers), 413, None)
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, {"prompt": [[1], [1] * 10]}), (CHAT, {"messages": HELLO})]
+)
+async def test_more_output_than_there_is_room_for(http, served, path, body, name):
+    size = 10 if path == COMPLETIONS else len(served.tokenizer.encode("user:the\n"))
+    room = 100 - size
+    error = await _refused(http, await http.post(path, json={**body, name: room + 1}), 400, name)
+    assert f"{name}={room + 1} is too large" in error["message"]
+    assert f"length is 100 tokens, and the prompt has {size}, " in error["message"]
+    served.sent.clear()
+    assert (await http.post(path, json={**body, name: room})).status_code == 200
+    assert served.submits[-1].params.max_tokens == room
+
+
+async def test_more_output_than_any_pool_holds(http, served):
+    served.ready(gpu=10, cpu=30)
+    body = {"prompt": [1] * 20}
+    response = await http.post(COMPLETIONS, json={**body, "max_tokens": 11})
+    error = await _refused(http, response, 400, "max_tokens")
+    assert "KV pool holds 30 tokens" in error["message"]
+    served.sent.clear()
+    # Who names no number gets as many as there is room for.
+    assert (await http.post(COMPLETIONS, json=body)).status_code == 200
+    assert [state.params.max_tokens for state in served.submits] == [10]
+
+
 async def test_a_prompt_larger_than_any_pool(http, served):
     served.ready(gpu=10, cpu=20)
     response = await http.post(COMPLETIONS, json={"prompt": [1] * 20})

@@ -83,7 +83,9 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     apply = service.frontend.tokenizer.apply_chat_template
     ids = await service.tokenize(lambda: apply(messages))
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
-    stream = service.frontend.submit([ids], params, request_id, param="messages")
+    stream = service.frontend.submit(
+        [ids], params, request_id, param="messages", must_fit=asked.output_field
+    )
     form = ChatFormat(request_id, model, service.frontend.tokenizer)
     meter = Meter(len(ids))
     if asked.stream:

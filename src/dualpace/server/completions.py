@@ -68,7 +68,7 @@ async def create_completion(service: Service, request: Request) -> Response:
         lambda: [encode(p, special) if isinstance(p, str) else p for p in prompts]
     )
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    stream = service.frontend.submit(ids, params, request_id)
+    stream = service.frontend.submit(ids, params, request_id, must_fit=asked.output_field)
     form = CompletionFormat(request_id, model, service.frontend.tokenizer)
     meter = Meter(sum(len(prompt) for prompt in ids))
     if asked.stream:

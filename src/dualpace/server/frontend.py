@@ -170,15 +170,20 @@ class Frontend:
         params: SamplingParams,
         request_id: str | None = None,
         param: str = "prompt",
+        must_fit: str | None = None,
     ) -> Stream:
         """Send every prompt `n` times to the engines; choice index = prompt index * n + choice.
 
-        param: the field that errors about a prompt name. Raises `RequestError`, `CapacityError`
-        (a prompt that no KV pool could hold) or `NotReadyError`; then nothing has been sent.
+        param: the field that errors about a prompt name. must_fit: the field by which the client
+        asked for `max_tokens`, if it did; else there are as many as there is room for.
+        Raises `RequestError`, `CapacityError` (a prompt that no KV pool could hold) or
+        `NotReadyError`; then nothing has been sent.
         """
         params = self.check(params, len(prompts))
         for prompt in prompts:
             self._check_prompt(prompt, param)
+            if must_fit is not None and params.max_tokens is not None:
+                self._check_output(len(prompt), params.max_tokens, must_fit)
         lists = [list(prompt) for prompt in prompts]
         # The arrival number makes an id unique for ever, as the engines' protocol asks of it.
         base = request_id or uuid.uuid4().hex
@@ -279,6 +284,19 @@ class Frontend:
             )
         for token_id in prompt:
             self._check_id(token_id, param)
+
+    def _check_output(self, size: int, max_tokens: int, param: str) -> None:
+        if size + max_tokens <= self.longest:
+            return
+        if self.longest == self.limits.max_model_len:
+            bound = f"the maximum model length is {self.longest} tokens"
+        else:
+            bound = f"the largest KV pool holds {self.longest} tokens of a request"
+        raise RequestError(
+            f"{param}={max_tokens} is too large: {bound}, and the prompt has {size}, which leaves "
+            f"{self.longest - size}",
+            param=param,
+        )
 
     def _check_id(self, token_id: int, param: str) -> None:
         if type(token_id) is not int:  # no engine could decode the message it travels in

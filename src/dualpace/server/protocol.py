@@ -120,6 +120,12 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
+    @property
+    def output_field(self) -> str | None:
+        """The field that says how many tokens the client asks for, if one does."""
+        names = ("max_completion_tokens", "max_tokens")
+        return next((name for name in names if getattr(self, name) is not None), None)
+
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens to report beside the one sampled; None: no logprobs.
