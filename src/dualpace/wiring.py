@@ -33,8 +33,8 @@ from dualpace.executors import cpu_executor, gpu_executor, layout_of
 from dualpace.heartbeat import Heartbeat
 from dualpace.ipc import EnginePort
 from dualpace.loop import EngineLoop, Scheduler
+from dualpace.models.registry import ModelSource, require_tokenizer, resolve_tokenizer
 from dualpace.models.registry import resolve as resolve_source
-from dualpace.models.registry import resolve_tokenizer
 from dualpace.models.spec import load_spec
 from dualpace.policy.gated import longest_request
 from dualpace.policy.registry import make_policy
@@ -88,6 +88,7 @@ class Server:
         metrics: what the frontend is to count in. Raises `ConfigError`, `ModelError`,
         `HardwareError`, or `EngineError` with an engine's own reason; then nothing is left running.
         """
+        tokenizer_source = _tokenizer_source(options)
         await _profile_first(options)
         config, spec = await asyncio.to_thread(resolve, options)
         arena_bytes = config.host_pages * config.page_bytes
@@ -100,7 +101,7 @@ class Server:
         starting = asyncio.ensure_future(supervisor.start())
         inbox: asyncio.Task[None] | None = None
         try:
-            tokenizer = await asyncio.to_thread(_load_tokenizer, options)
+            tokenizer = await asyncio.to_thread(_load_tokenizer, tokenizer_source)
             limits = Limits(config.max_model_len, spec.vocab_size, spec.eos_ids)
             engines: tuple[EngineName, ...] = (GPU, CPU) if config.host_pages else (GPU,)
             frontend = Frontend(tokenizer, limits, supervisor.port.send, metrics, engines)
@@ -157,14 +158,24 @@ async def _stop(
         os.close(descriptor)
 
 
-def _load_tokenizer(options: EngineOptions) -> Any:
+def _tokenizer_source(options: EngineOptions) -> ModelSource | None:
+    """Where the tokenizer is, unless none is wanted. Raises `ModelError` where there is none."""
     if options.skip_tokenizer_init:
+        return None
+    if options.tokenizer is not None:
+        source = resolve_tokenizer(options.tokenizer)
+    else:
+        source = resolve_source(options.model)
+    require_tokenizer(source)
+    return source
+
+
+def _load_tokenizer(source: ModelSource | None) -> Any:
+    if source is None:
         return NoTokenizer()
     from dualpace.models.tokenizer import load_tokenizer  # slow to import
 
-    if options.tokenizer is not None:
-        return load_tokenizer(resolve_tokenizer(options.tokenizer))
-    return load_tokenizer(resolve_source(options.model))
+    return load_tokenizer(source)
 
 
 def _supervisor(

@@ -441,6 +441,8 @@ def test_a_port_that_is_taken_is_told_before_anything_loads(command: list[str]) 
         (["--gpu-kv-tokens", "99999999999"], "--gpu-kv-tokens"),
         (["--host-kv-size", "40"], "less than a page"),
         (["--host", "192.0.2.1"], "--host"),
+        (["--tokenizer", "/nowhere"], "--tokenizer /nowhere"),
+        (["--tokenizer", str(Path(__file__).parent)], "--tokenizer"),
     ],
 )
 def test_a_wrong_option_is_named_before_anything_starts(
@@ -450,6 +452,7 @@ def test_a_wrong_option_is_named_before_anything_starts(
     assert done.returncode in (1, 2)
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
+    assert "engine: loading" not in done.stderr
 
 
 def test_llm_outputs_carry_logprobs_of_tokens_from_both_engines(tiny: Any) -> None:

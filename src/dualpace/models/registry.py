@@ -61,6 +61,15 @@ def has_tokenizer(source: ModelSource) -> bool:
     return source.kind == "gguf" or any((source.path / name).is_file() for name in TOKENIZER_FILES)
 
 
+def require_tokenizer(source: ModelSource) -> None:
+    """Raise `ModelError` where there is none, before time is spent on loading anything."""
+    if not has_tokenizer(source):
+        raise ModelError(
+            f"{source.path} has no tokenizer: name another place with --tokenizer, or serve token "
+            "ids only, with --skip-tokenizer-init"
+        )
+
+
 def resolve_tokenizer(tokenizer: str) -> ModelSource:
     """As `resolve`, but a directory needs tokenizer files only, no config.json."""
     path = Path(tokenizer).expanduser()
@@ -68,7 +77,10 @@ def resolve_tokenizer(tokenizer: str) -> ModelSource:
         (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
     ):
         return ModelSource(path, "hf")
-    return resolve(tokenizer)
+    try:
+        return resolve(tokenizer)
+    except ModelError as error:
+        raise ModelError(f"--tokenizer {tokenizer}: {error}") from None
 
 
 def _packaged_file(alias: str, packaged: PackagedModel) -> Path:

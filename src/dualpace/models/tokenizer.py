@@ -13,7 +13,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dualpace.core.errors import ModelError, RequestError
-from dualpace.models.registry import ModelSource, has_tokenizer
+from dualpace.models.registry import ModelSource, require_tokenizer
 from dualpace.models.token_bytes import TokenBytes
 
 
@@ -74,11 +74,7 @@ class Tokenizer:
 
 def load_tokenizer(source: ModelSource) -> Tokenizer:
     """The tokenizer of a checkpoint. Raises `ModelError` where it has none that can be read."""
-    if not has_tokenizer(source):
-        raise ModelError(
-            f"{source.path} has no tokenizer: name another place with --tokenizer, or serve token "
-            "ids only, with --skip-tokenizer-init"
-        )
+    require_tokenizer(source)
     try:
         if source.kind == "gguf":
             # Not AutoTokenizer: that parses the whole file a second time to find the config.
