@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,13 +15,21 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dualpace.bench.load import LoadRequest
+from dualpace.bench.replay import Progress
 from dualpace.cli.simulate import simulate
+from dualpace.profile.shipped import open_profile
+from dualpace.sim.machine import Machine
+
+
+def run(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(simulate)
+    return CliRunner().invoke(app, ["rtx4090-llama-3.1-8b", "--num-requests", "120", *arguments])
 
 
 def report(*arguments: str) -> dict[str, Any]:
-    app = typer.Typer()
-    app.command()(simulate)
-    result = CliRunner().invoke(app, ["rtx4090-llama-3.1-8b", "--num-requests", "120", *arguments])
+    result = run(*arguments)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -50,3 +63,50 @@ def test_a_faster_host_gives_more_and_a_hopeless_one_is_left_alone() -> None:
     )
     crawling = ("--no-assist", "--what-if", "host_bandwidth=0.05x")
     assert report(*crawling)["tokens_by_engine"] == {"gpu": plain["output_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--cpu-itl-target", "0"),
+        ("--cpu-itl-target", "-1"),
+        ("--gpu-itl-target", "0"),
+        ("--gpu-itl-target", "nan"),
+        ("--policy", "fastest"),
+    ],
+)
+def test_what_a_server_refuses_its_simulation_refuses(option: str, value: str) -> None:
+    result = run(option, value)
+    assert result.exit_code == 2
+    assert option in result.stderr
+
+
+def test_a_replay_tells_of_each_request_that_ends() -> None:
+    heard: list[Progress] = []
+    machine = Machine(open_profile("rtx4090-llama-3.1-8b"))
+    load = [LoadRequest(100, 4)] * 3
+    machine.replay(load, machine.policy("gpu-only"), 1024, on_progress=heard.append)
+    assert [(each.finished, each.failed, each.tokens) for each in heard] == [
+        (1, 0, 4), (2, 0, 8), (3, 0, 12),
+    ]  # fmt: skip
+
+
+def test_a_terminal_sees_how_far_it_is_and_a_file_does_not() -> None:
+    assert "simulating" not in run().stderr
+    ours, theirs = pty.openpty()
+    command = ["simulate", "rtx4090-llama-3.1-8b", "--num-requests", "20"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dualpace.cli.main", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # that is how a terminal ends
+        while piece := os.read(ours, 65536):
+            shown += piece
+    os.close(ours)
+    assert process.wait(60) == 0
+    assert b"simulating" in shown
+    assert b"/20" in shown

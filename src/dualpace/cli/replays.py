@@ -149,8 +149,11 @@ def today() -> str:
 
 
 @contextmanager
-def progress_bar(console: Console, total: int) -> Iterator[Callable[[Progress], None]]:
-    """A bar of finished requests with the tokens so far; yields the replay's callback."""
+def progress_bar(
+    console: Console, total: int, doing: str = "replaying"
+) -> Iterator[Callable[[Progress], None]]:
+    """A bar of finished requests with the tokens so far; yields the replay's callback. Shown on a
+    terminal only."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -159,13 +162,13 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[[Progress], 
         TimeElapsedColumn(),
     )
     with ProgressBar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("replaying", total=total, tokens=0)
+        task = bar.add_task(doing, total=total, tokens=0)
 
         def show(progress: Progress) -> None:
             failed = f" [red]({progress.failed} failed)[/red]" if progress.failed else ""
             bar.update(
                 task,
-                description=f"replaying{failed}",
+                description=f"{doing}{failed}",
                 completed=progress.finished,
                 tokens=progress.tokens,
             )

@@ -6,7 +6,7 @@ one line of JSON last, both as from `dualpace bench serve` and marked as simulat
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from typing import Annotated
 
 import msgspec
 import typer
@@ -17,9 +17,9 @@ from dualpace.bench.report import Circumstances
 from dualpace.cli.errors import explained
 from dualpace.cli.load_flags import LoadFlags
 from dualpace.cli.options import takes_options
-from dualpace.cli.replays import LoopFlags, today
+from dualpace.cli.replays import LoopFlags, progress_bar, today
 from dualpace.cli.reports import Outcome, ReportFlags, publish
-from dualpace.core.config import PolicyName
+from dualpace.core.config import EngineOptions
 from dualpace.core.errors import ConfigError
 from dualpace.profile.shipped import open_profile, shipped_names
 from dualpace.profile.what_if import what_if
@@ -83,7 +83,13 @@ def simulate(
         loads = load_flags.build()
         files.check(loads)
         loop.check()
-        name = _policy_name(policy)
+        # What the server's options may be is the server's to say.
+        name = EngineOptions(
+            model=profile_name,
+            policy=policy,  # type: ignore[arg-type]  # its values are checked
+            cpu_itl_target=cpu_itl_target,
+            gpu_itl_target=gpu_itl_target,
+        ).policy
         given = {
             "gpu_kv_tokens": gpu_kv_tokens,
             "host_kv_tokens": host_kv_tokens,
@@ -113,13 +119,14 @@ def simulate(
         host_tokens = 0 if name == "gpu-only" else machine.host_pages * page_tokens
         outcomes = []
         for load in loads:
-            with errors.status(f"simulating {len(load.requests)} requests"):
+            with progress_bar(errors, len(load.requests), "simulating") as bar:
                 records, durations = machine.replay(
                     load.requests,
                     machine.policy(name, rules, gpu_itl_target),
                     max_num_batched_tokens,
                     max_concurrency=loop.max_concurrency,
                     seconds=loop.seconds,
+                    on_progress=bar,
                 )
             circumstances = Circumstances(
                 model=f"{profile.model} (simulated)",
@@ -148,11 +155,3 @@ def simulate(
             )
             outcomes.append(Outcome(circumstances, records, loop.window, extra, caption))
     publish(outcomes, files, errors, is_sweep=len(loads) > 1)
-
-
-def _policy_name(policy: str) -> PolicyName:
-    for name in get_args(PolicyName):
-        if name == policy:
-            return name  # type: ignore[no-any-return]
-    choices = ", ".join(get_args(PolicyName))
-    raise ConfigError(f"--policy must be one of {choices}, got {policy!r}")

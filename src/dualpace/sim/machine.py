@@ -5,11 +5,12 @@ Puts profile, cost model, policy and durations together; the replay is `sim.repl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.record import RequestRecord
+from dualpace.bench.replay import Progress
 from dualpace.core.config import EngineOptions, PolicyName
 from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Route
@@ -90,6 +91,7 @@ class Machine:
         *,
         max_concurrency: int | None = None,
         seconds: float | None = None,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> tuple[list[RequestRecord], Durations]:
         """The records of `load`, and how many steps there were. max_tokens: of a step; the others
         are those of `sim.replay`."""
@@ -101,6 +103,6 @@ class Machine:
         hardware = durations.hardware(self.gpu_pages, host_pages, profile.fingerprint.page_tokens)
         records = replay(
             load, hardware, policy, MAX_ROWS, max_tokens,
-            max_concurrency=max_concurrency, seconds=seconds,
+            max_concurrency=max_concurrency, seconds=seconds, on_progress=on_progress,
         )  # fmt: skip
         return records, durations

@@ -7,10 +7,11 @@ neither the profile nor the policy that it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.record import Chunk, RequestRecord
+from dualpace.bench.replay import Progress
 from dualpace.core.config import EngineOptions
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
@@ -29,12 +30,14 @@ def replay(
     *,
     max_concurrency: int | None = None,
     seconds: float | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> list[RequestRecord]:
     """One record per request that was sent, in the order of `load`; times are virtual seconds.
 
     max_rows and max_tokens bound a step as in the server, max_concurrency the requests in flight;
     the replay is cut off after `seconds`, if given. Every request gets exactly the output length it
-    asks for. One that no tier can hold never ends, and its record says so.
+    asks for. One that no tier can hold never ends, and its record says so. on_progress is called
+    at the end of each, with its tokens counted then.
     """
     world = World(hardware, policy, max_rows, max_tokens, check_kv=False)
     arrivals = enumerate(sorted(range(len(load)), key=lambda index: load[index].arrival_s))
@@ -47,9 +50,19 @@ def replay(
             world.submit(max(asked.arrival_s, world.clock.now), state)
             return
 
+    finished = failed = tokens = 0
+
+    def ended(stream: Stream) -> None:
+        nonlocal finished, failed, tokens
+        send_next()
+        finished += 1
+        failed += stream.failed is not None
+        tokens += len(stream.tokens)
+        on_progress(Progress(len(world.streams), finished, failed, tokens))
+
     for _ in range(min(max_concurrency or len(load), len(load))):
         send_next()
-    world.on_end = send_next
+    world.on_end = ended
     world.run(math.inf if seconds is None else seconds)
     return [
         _record(index, asked, world.streams[f"r{index}"], world.clock.now, seconds is not None)

@@ -143,7 +143,7 @@ class World:
         self.network = Network(self.clock, hardware.delay, hardware.fate)
         self.memory = SimulatedMemory(hardware.page_tokens) if check_kv else None
         self.streams: dict[str, Stream] = {}
-        self.on_end: Callable[[], None] = lambda: None  # of any request, answered or failed
+        self.on_end: Callable[[Stream], None] = lambda stream: None  # answered or failed
         self.port = self.network.port(FRONTEND, self._receive)
         self.usable_host_pages = 0
         self.gated = isinstance(policy, GatedPolicy)
@@ -309,10 +309,11 @@ class World:
                     assert event.logprobs == stream.logprobs_of(event.token_id)
                     if event.finish is not None:
                         stream.count = event.index + 1
-                        self.on_end()
+                        self.on_end(stream)
             elif isinstance(body, Failed):
-                self.streams[body.request_id].failed = body.reason
-                self.on_end()
+                failed = self.streams[body.request_id]
+                failed.failed = body.reason
+                self.on_end(failed)
             elif isinstance(body, Lost):
                 for request_id, epoch in body.requests:
                     self._resubmit(self.streams[request_id], epoch)
