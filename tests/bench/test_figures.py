@@ -164,3 +164,32 @@ def test_lines_are_told_apart_by_what_differs_and_sorted_along_their_axis() -> N
     }
     by_room = make_lines(results, along="host_kv_tokens")
     assert list(by_room) == ["dualpace, 4/s", "dualpace, 1/s", "gpu-only"]
+
+
+def test_files_of_the_same_label_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    first, second = (make_report("dualpace", 2.0, 9000) for _ in range(2))
+    second["date"] = "2026-12-01T05:13:18+00:00"
+    result = draw(tmp_path, first, second)
+    assert result.exit_code == 0, result.output
+    for name in ("tokens-over-time-m-2", "cpu-progress-m-2", "latency-by-rate", "itl-by-rate"):
+        written = texts(tmp_path / "figures" / f"{name}.svg").splitlines()
+        assert {"dualpace, report-0.json", "dualpace, report-1.json"} <= set(written), name
+        assert "dualpace" not in written
+
+
+def test_files_called_the_same_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "result.json" for folder in ("monday", "tuesday")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(json.dumps(make_report("dualpace", 2.0, 9000)))
+    assert draw_files(tmp_path, *files).exit_code == 0
+    written = texts(tmp_path / "figures" / "itl-by-rate.svg").splitlines()
+    assert {f"dualpace, {file}" for file in files} <= set(written)
+
+
+def test_files_of_different_rates_are_one_line() -> None:
+    results = [Result(f"{rate}.json", make_report("a", rate, 0)) for rate in (2.0, 1.0)]
+    by_rate = make_lines(results, along="request_rate")
+    assert {name: [each.file for each in line] for name, line in by_rate.items()} == {
+        "a": ["1.0.json", "2.0.json"]
+    }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from dualpace.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Result:
-    """One report and the name of its file."""
+    """One report and the name of its file, with folders where another one is called the same."""
 
     file: str
     report: Mapping[str, Any]
@@ -45,7 +46,13 @@ class Result:
 
 def read_results(files: Iterable[Path]) -> list[Result]:
     """The reports in `files`, in their order. Raises `ConfigError` naming a file without any."""
-    return [Result(file.name, report) for file in files for report in _reports(file)]
+    files = list(files)
+    named = Counter(file.name for file in files)
+    return [
+        Result(file.name if named[file.name] == 1 else str(file), report)
+        for file in files
+        for report in _reports(file)
+    ]
 
 
 def _reports(file: Path) -> Iterator[dict[str, Any]]:
@@ -94,16 +101,31 @@ _PARTS: dict[str, Callable[[Result], str]] = {
 def make_lines(results: Sequence[Result], along: str) -> dict[str, list[Result]]:
     """The results in lines along the axis `along` (a key of a report), by name, sorted along it.
 
-    All of a line differ in that key only. Its name is the label, and what else tells it apart from
-    lines of the same label. Lines are in the order of their first results.
+    All of a line differ in that key only; along "date" each is drawn for itself. The line's name is
+    the label, and what else tells it apart from lines of the same label: at last the file, where
+    several have the same to say. Lines are in the order of their first results.
     """
-    parts = {name: part for name, part in _PARTS.items() if name != along}
-    lines: dict[tuple[str, ...], list[Result]] = {}
+    parts = [part for name, part in _PARTS.items() if name != along]
+    alike: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
-        lines.setdefault(tuple(part(result) for part in parts.values()), []).append(result)
+        alike.setdefault(tuple(part(result) for part in parts), []).append(result)
+    lines: dict[tuple[str, ...], list[Result]] = {}
+    for key, line in alike.items():
+        by_file = _repeats(line, along)
+        for result in line:
+            lines.setdefault((*key, result.file if by_file else ""), []).append(result)
     named = {}
     for key, line in lines.items():
-        alike = [other for other in lines if other[0] == key[0]]
-        telling = (value for value, *others in zip(key, *alike, strict=True) if len({*others}) > 1)
-        named[", ".join((key[0], *telling))] = sorted(line, key=lambda r: r.report[along])
+        same = [other for other in lines if other[0] == key[0]]
+        told = [value for value, *others in zip(key, *same, strict=True) if len({*others}) > 1]
+        name = ", ".join((key[0], *filter(None, told)))
+        named[name] = sorted(line, key=lambda r: r.report[along])
     return named
+
+
+def _repeats(line: Sequence[Result], along: str) -> bool:
+    """True if files of the line tell of the same place on the axis."""
+    if along == "date":
+        return len({result.file for result in line}) > 1
+    places = {(result.file, result.report[along]) for result in line}
+    return len({place for _, place in places}) < len(places)

@@ -28,7 +28,8 @@ def figures(
     """Draw reports together: over time, by request rate, by host KV room, lengths, assists.
 
     Prints the files that it wrote, and on stderr what is missing for others. A report of
-    `bench serve` belongs to a line of its --label. Exits with 1 if there is nothing to draw.
+    `bench serve` belongs to a line of its --label; where two files tell of the same, their names
+    are told. Exits with 1 if there is nothing to draw.
     """
     with explained(code=2):
         if file_format not in FORMATS:
