@@ -141,6 +141,12 @@ def _routes(options: EngineOptions, device: Device, dtype: DType) -> tuple[Route
         if options.cpu_route not in ("auto", "local") or options.host_weights == "none":
             raise HardwareError(f"a GPU does not assist in {dtype}: --cpu-route local")
         return ("local",)
+    asked_for = options.cpu_route not in ("auto", "local") or options.host_weights == "none"
+    if device == "cpu" and asked_for:
+        logger.warning(
+            "without a GPU an assist shows that it works and no more: torch computes it on the "
+            "host's own cores, which is slow; --cpu-route local is faster"
+        )
     if options.cpu_route != "auto":
         return (options.cpu_route,)
     if options.policy == "gated" or options.host_weights == "none":
