@@ -158,5 +158,5 @@ def test_options_that_cannot_work_are_explained(
 
 def test_an_unreachable_server_is_explained(dead_url: str) -> None:
     result = bench(dead_url)
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert f"no server answers at {dead_url}" in result.stderr

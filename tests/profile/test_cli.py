@@ -160,5 +160,5 @@ def test_a_stored_profile_that_is_damaged_is_measured_anew(
 def test_what_was_never_measured_cannot_be_shown(tiny_model: str) -> None:
     for argument in (tiny_model, "absent.json", "no-such-model"):
         result = CliRunner().invoke(cli.profile_app, ["show", argument])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert result.output.startswith("error: ")

@@ -72,7 +72,7 @@ def serve(
     Exits with 1 if no request succeeded. Ctrl-C ends the replay and reports what there is.
     """
     errors = Console(stderr=True)
-    with explained(code=2):
+    with explained():
         loads = load_flags.build()
         files.check(loads)
         pace.check()

@@ -70,7 +70,7 @@ def assist(
     """
     set_up_logging(logging.WARNING)
     console = Console(stderr=True)
-    with explained(code=2):
+    with explained():
         require_writable(json_file)
         options = EngineOptions(
             model=model,

@@ -31,7 +31,7 @@ def figures(
     `bench serve` belongs to a line of its --label; where two files tell of the same, their names
     are told. Exits with 1 if there is nothing to draw.
     """
-    with explained(code=2):
+    with explained():
         if file_format not in FORMATS:
             raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {file_format!r}")
         results = read_results(files)

@@ -46,7 +46,7 @@ def kernels(
     Nothing else should run meanwhile: it would take bandwidth from one side of a comparison.
     """
     errors = Console(stderr=True)
-    with explained(code=2):
+    with explained():
         require_writable(json_file)
         report = _measure(errors, cpu_cores, cpu_isa, quick, torch)
     from dualpace.bench.hardware import describe_machine

@@ -59,7 +59,7 @@ def offline(
     """
     set_up_logging(level_of(log_level))
     errors = Console(stderr=True)
-    with explained(code=2):
+    with explained():
         loads = load_flags.build()
         files.check(loads)
         pace.check()

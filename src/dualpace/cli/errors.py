@@ -1,4 +1,9 @@
-"""How a command tells a person that it could not go on."""
+"""How a command tells a person that it could not go on, and its exit code.
+
+2    what was asked cannot work: an option, the model, this machine. Typer's own for wrong usage
+1    something failed
+130  Ctrl-C
+"""
 
 from __future__ import annotations
 
@@ -10,19 +15,26 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from dualpace.core.errors import DualPaceError
+from dualpace.core.errors import (
+    ConfigError,
+    DualPaceError,
+    HardwareError,
+    ModelError,
+    RequestError,
+)
+
+CANNOT_WORK = (ConfigError, HardwareError, ModelError, RequestError)
 
 
 @contextlib.contextmanager
-def explained(code: int = 1, prefix: str = "error:") -> Iterator[None]:
-    """An error that a user can mend is told in one line on stderr, with exit code `code`; Ctrl-C
-    ends the command with 130."""
+def explained(prefix: str = "error:") -> Iterator[None]:
+    """An error that a user can mend is told in one line on stderr, and ends the command."""
     console = Console(stderr=True)
     try:
         yield
     except (DualPaceError, OSError) as error:
         console.print(f"[red]{prefix}[/red] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(code) from None
+        raise typer.Exit(2 if isinstance(error, CANNOT_WORK) else 1) from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[yellow]stopped[/yellow]")
         raise typer.Exit(130) from None

@@ -79,7 +79,7 @@ def simulate(
 ) -> None:
     """Run a load against a simulated server of the measured speed; print a table, and JSON last."""
     errors = Console(stderr=True)
-    with explained(code=2):
+    with explained():
         loads = load_flags.build()
         files.check(loads)
         loop.check()
