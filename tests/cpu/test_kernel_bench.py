@@ -5,6 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -143,6 +148,35 @@ def test_the_command_prints_tables_and_json_last(tmp_path, monkeypatch) -> None:
     assert "of read" in result.stdout
     wrong = CliRunner().invoke(app, [*command, "--cpu-isa", "mmx"])
     assert wrong.exit_code == 2
+
+
+def test_ctrl_c_ends_the_command_quietly_while_torch_is_asked(tmp_path) -> None:
+    """A terminal sends the signal to every process that belongs to the command."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    try:
+        with (tmp_path / "log").open("w+") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dualpace.cli.main", "bench", "kernels", "--quick"],
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            while not (children.read_text() and _imports_torch(children.read_text().split()[0])):
+                assert process.poll() is None
+                time.sleep(0.02)
+            torch_process = int(children.read_text().split()[0])
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(30) == 130
+            log.seek(0)
+            assert log.read().strip() == "stopped"
+        assert not Path(f"/proc/{torch_process}").exists()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _imports_torch(process: str) -> bool:
+    return "libtorch" in Path(f"/proc/{process}/maps").read_text()
 
 
 def test_torch_answers_from_a_process_of_its_own(cores) -> None:

@@ -41,6 +41,8 @@ class TorchLinear:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # A Ctrl-C at the terminal reaches this process alone, which then ends the other.
+            start_new_session=True,
         )
         return self
 
