@@ -15,6 +15,7 @@ from dualpace.policy.cost_model import OPERATIONS, Operation, Point, TableCostMo
 from dualpace.policy.gated import GATED_OPERATIONS
 from dualpace.profile.check import predict
 from dualpace.profile.probes import Room
+from dualpace.profile.shipped import open_profile, shipped_names
 from dualpace.profile.table import load, save
 
 
@@ -43,6 +44,15 @@ def test_both_engines_are_measured_stored_and_shown(tiny_model: str, cache: Path
         result = CliRunner().invoke(cli.profile_app, ["show", argument, "--cpu-cores", "1"])
         assert result.exit_code == 0, result.output
         assert all(f"{operation}: ms by" in result.output for operation in OPERATIONS)
+        assert f"stored in {path}" in result.stderr
+
+
+def test_a_profile_that_comes_along_is_shown_with_its_file() -> None:
+    name = shipped_names()[0]
+    result = CliRunner().invoke(cli.profile_app, ["show", name])
+    assert result.exit_code == 0, result.output
+    line = result.stderr.splitlines()[-1]
+    assert load(Path(line.removeprefix("stored in "))) == open_profile(name)
 
 
 def test_without_a_gpu_gated_steps_can_be_measured_for_too(tiny_model: str, cache: Path) -> None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -63,7 +62,7 @@ from dualpace.profile.chart import draw
 from dualpace.profile.check import MEDIAN_BOUND, P90_BOUND, accuracy
 from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.probes import Room, held_out_points, plan_points, probe
-from dualpace.profile.shipped import open_profile, shipped_names
+from dualpace.profile.shipped import file_of, shipped_names
 from dualpace.profile.table import Profile, find, load, path_of, save
 
 if TYPE_CHECKING:
@@ -157,15 +156,18 @@ def show(
         ),
     ] = None,
 ) -> None:
-    """Print the stored profile of MODEL on this machine, or the one in a file."""
+    """Print the stored profile of MODEL on this machine, or the one in a file; last, its place."""
     set_up_logging(logging.WARNING)
     with explained():
         require_writable(figure=chart)
         if model.endswith(".json") or model in shipped_names():
-            profile = open_profile(model)
+            path = file_of(model)
+            profile = load(path)
         else:
-            profile = find(_resolve(EngineOptions(model=model, cpu_cores=cpu_cores))[1])
+            fingerprint = _resolve(EngineOptions(model=model, cpu_cores=cpu_cores))[1]
+            path, profile = path_of(fingerprint), find(fingerprint)
         _show(profile)
+        _tell_place(path)
         if chart is not None:
             draw(profile, chart)
 
@@ -362,8 +364,11 @@ def _resolve(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]:
 def _report(profile: Profile) -> None:
     """Print a profile just stored, and where it is."""
     _show(profile)
-    place = escape(str(path_of(profile.fingerprint)))
-    Console(stderr=True).print(f"stored in {place}", soft_wrap=True)
+    _tell_place(path_of(profile.fingerprint))
+
+
+def _tell_place(path: Path) -> None:
+    Console(stderr=True).print(f"stored in {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(profile: Profile) -> None:

@@ -17,11 +17,16 @@ def shipped_names() -> list[str]:
 
 def open_profile(name_or_file: str) -> Profile:
     """A shipped profile, or the one in a .json file. Raises `ConfigError` if there is none."""
+    return load(file_of(name_or_file))
+
+
+def file_of(name_or_file: str) -> Path:
+    """Where `open_profile` looks. Raises `ConfigError` for a name that it does not know."""
     if name_or_file.endswith(".json"):
-        return load(Path(name_or_file))
+        return Path(name_or_file)
     if name_or_file not in shipped_names():
         raise ConfigError(
             f"no profile is called {name_or_file!r}: name a .json file, or one of "
             + ", ".join(shipped_names())
         )
-    return load(FOLDER / f"{name_or_file}.json")
+    return FOLDER / f"{name_or_file}.json"
