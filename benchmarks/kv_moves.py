@@ -41,6 +41,7 @@ from dualpace.resolution import resolve
 from gpu_idle import DEPTH, WARM_UP, decode_steps, run
 
 Direction = Literal["load", "store"]
+Figures = dict[str, dict[str, float]]
 DIRECTIONS: tuple[Direction, Direction] = ("load", "store")
 LINK_BYTES = 2**30
 REQUEST_TOKENS = 1000
@@ -214,9 +215,9 @@ class KvMoves:
         config, _ = resolve(options, to_measure=True)
         return msgspec.structs.replace(config, host_pages=max(moving, self.prompt_pages))
 
-    def rates(self, executor: Executor, page_bytes: int) -> dict[str, dict[str, float]]:
+    def rates(self, executor: Executor, page_bytes: int) -> Figures:
         """Of the link and of whole requests, bytes per second and shares, by direction."""
-        answer = {}
+        answer: Figures = {}
         request_bytes = self.move_pages * page_bytes
         for direction in DIRECTIONS:
             link = link_rate(direction)
@@ -233,11 +234,11 @@ class KvMoves:
             answer[direction] = rates
         return answer
 
-    def decodes(self, executor: Executor, page_bytes: int) -> dict[str, dict[str, float]]:
+    def decodes(self, executor: Executor, page_bytes: int) -> Figures:
         """ITL without copies and beside a stream of either kind, of the same steps each time."""
         given = self.given
         shape = (given.rows, given.context, self.row_pages, given.page_tokens)
-        answer = {}
+        answer: Figures = {}
         for beside in (None, *DIRECTIONS):
             with contextlib.ExitStack() as stack:
                 stream = None
@@ -272,6 +273,16 @@ def wait_until_usable(executor: Any, pages: int) -> None:
         time.sleep(0.1)
 
 
+def shown(section: str, parts: Figures) -> Figures:
+    """`parts`, printed."""
+    for part, values in parts.items():
+        for name, value in values.items():
+            figure = f"{value / 1e9:10.3f} GB/s" if "bytes_per_s" in name else f"{value:10.3f}"
+            label = name.replace("bytes_per_s", "rate")
+            print(f"{section:8} {part:6} {label:24} {figure}", flush=True)
+    return parts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--model", required=True, help="a directory with config.json is enough")
@@ -289,16 +300,10 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from None
     with gpu_over_arena(config) as executor:
         wait_until_usable(executor, config.host_pages)
-        report = {
-            "rates": measure.rates(executor, config.page_bytes),
-            "decodes": measure.decodes(executor, config.page_bytes),
-            "prefill": {"": measure.prompts(executor, config.max_num_batched_tokens)},
-        }
-    for section, parts in report.items():
-        for part, values in parts.items():
-            for name, value in values.items():
-                shown = f"{value / 1e9:10.3f} GB/s" if "bytes_per_s" in name else f"{value:10.3f}"
-                print(f"{section:8} {part:6} {name.replace('bytes_per_s', 'rate'):24} {shown}")
+        report = {"rates": shown("rates", measure.rates(executor, config.page_bytes))}
+        report["decodes"] = shown("decodes", measure.decodes(executor, config.page_bytes))
+        prompts = measure.prompts(executor, config.max_num_batched_tokens)
+        report["prefill"] = shown("prefill", {"": prompts})
     facts = {**vars(given), "chunk": config.max_num_batched_tokens}
     print(json.dumps({**facts, "hardware": describe_machine(), **report}))
 

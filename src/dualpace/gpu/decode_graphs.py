@@ -23,7 +23,7 @@ from dualpace.gpu.flashinfer_attention import BlockTables, DecodeAttention
 from dualpace.gpu.flashinfer_model import FlashInferModel
 from dualpace.gpu.gate import device_alone
 from dualpace.gpu.step_input import StepInput
-from dualpace.gpu.upload import pack, padded, views
+from dualpace.gpu.upload import pack, padded, send, views
 
 # Which of them has the faster kernels for a few rows differs from shape to shape.
 BLAS_LIBRARIES = ("cublas", "cublaslt")
@@ -79,7 +79,7 @@ class DecodeGraphs:
         tables = tables.padded(bucket, self._scratch_page)
         arrays = self._arrays(step, tables, bucket)
         packed = pack(arrays)
-        graph.inputs[: len(packed)].copy_(packed, non_blocking=True)
+        send(packed, graph.inputs[: len(packed)])
         indices = views(graph.inputs, arrays)["indices"]
         graph.attention.plan(tables, indices)
         graph.graph.replay()
@@ -116,7 +116,7 @@ class DecodeGraphs:
         packed = pack(arrays)
         size = len(packed) + padded(4 * (pages - rows))
         inputs = torch.zeros(size, dtype=torch.uint8, device=weights.device)
-        inputs[: len(packed)].copy_(packed)
+        send(packed, inputs[: len(packed)])
         at = views(inputs, arrays)
         tokens = TokenInputs(**{name: at[name] for name in TokenInputs.__dataclass_fields__})
         logits = self._logits[:rows]

@@ -73,26 +73,6 @@ class BlockTables:
         )
 
 
-class HandOver:
-    """Keeps a library's pinned buffer from being rewritten before its copy is done.
-
-    `plan` of a FlashInfer wrapper fills a pinned buffer of its own and copies it asynchronously.
-    """
-
-    def __init__(self) -> None:
-        self._copied: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """Before the next plan: its predecessor's copy has been made."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def record(self) -> None:
-        """After a plan, on its stream."""
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-
-
 class DecodeAttention:
     """One query token a row. With `rows`, for that many rows inside a CUDA graph."""
 
@@ -110,22 +90,19 @@ class DecodeAttention:
                 "paged_kv_indices_buffer": torch.zeros(pages, dtype=torch.int32, device=device),
                 "paged_kv_last_page_len_buffer": torch.ones(rows, dtype=torch.int32, device=device),
             }
-        self._wrapper = wrapper(
-            workspace, "HND", use_cuda_graph=rows > 0, use_tensor_cores=True, **buffers
+        self._wrapper = _without_pinned_memory(
+            wrapper(workspace, "HND", use_cuda_graph=rows > 0, use_tensor_cores=True, **buffers)
         )
         self._spec = spec
         self._page_tokens = page_tokens
-        self._hand_over = HandOver()
 
     def plan(self, tables: BlockTables, indices: Tensor) -> None:
         """indices: `tables.indices` on the device."""
-        self._hand_over.wait()
         self._wrapper.plan(
-            pinned(tables.indptr), indices, pinned(tables.last_page_len),
+            torch.from_numpy(tables.indptr), indices, torch.from_numpy(tables.last_page_len),
             self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
             q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
-        self._hand_over.record()
 
     def run(self, query: Tensor, pool: Tensor, out: Tensor) -> None:
         """query, out: [rows, heads, D]; pool: [pages, 2, kv_heads, page_tokens, D]."""
@@ -136,22 +113,21 @@ class PrefillAttention:
     """Chunks of prompts, causal, each seeing what is before it in its pages."""
 
     def __init__(self, spec: ModelSpec, page_tokens: int, workspace: Tensor) -> None:
-        self._wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper
+        self._wrapper = _without_pinned_memory(wrapper(workspace, "HND"))
         self._spec = spec
         self._page_tokens = page_tokens
-        self._hand_over = HandOver()
 
     def plan(self, counts: Sequence[int], tables: BlockTables, indices: Tensor) -> None:
         """counts: query tokens of each row; indices: `tables.indices` on the device."""
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
-        self._hand_over.wait()
         self._wrapper.plan(
-            pinned(starts), pinned(tables.indptr), indices, pinned(tables.last_page_len),
+            torch.from_numpy(starts), torch.from_numpy(tables.indptr), indices,
+            torch.from_numpy(tables.last_page_len),
             self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
             causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
-        self._hand_over.record()
 
     def run(self, query: Tensor, pool: Tensor, out: Tensor) -> None:
         """query, out: [tokens, heads, D]; pool: [pages, 2, kv_heads, page_tokens, D]."""
@@ -167,28 +143,34 @@ class ContextAttention:
     """One row's queries, all of which see all of some whole pages."""
 
     def __init__(self, spec: ModelSpec, page_tokens: int, workspace: Tensor) -> None:
-        self._wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        wrapper = flashinfer().BatchPrefillWithPagedKVCacheWrapper
+        self._wrapper = _without_pinned_memory(wrapper(workspace, "HND"))
         self._spec = spec
         self._page_tokens = page_tokens
-        self._hand_over = HandOver()
 
     def plan(self, queries: int, pages: Int32Array) -> None:
         """pages: their ids in the pool that `run` is given."""
-        self._hand_over.wait()
         self._wrapper.plan(
-            pinned(np.array([0, queries], dtype=np.int32)),
-            pinned(np.array([0, len(pages)], dtype=np.int32)),
-            pinned(pages).to("cuda", non_blocking=True),
-            pinned(np.array([self._page_tokens], dtype=np.int32)),
+            torch.from_numpy(np.array([0, queries], dtype=np.int32)),
+            torch.from_numpy(np.array([0, len(pages)], dtype=np.int32)),
+            torch.from_numpy(pages).to("cuda", non_blocking=True),
+            torch.from_numpy(np.array([self._page_tokens], dtype=np.int32)),
             self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
             causal=False, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
-        self._hand_over.record()
 
     def run(self, query: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
         """Output [queries, heads, D] and log2 sums [queries, heads], as of `run_with_lse`."""
         out, lse = self._wrapper.run(query, pool, return_lse=True)
         return out, lse
+
+
+def _without_pinned_memory(wrapper: Any) -> Any:
+    """`plan` fills a pinned buffer of the wrapper's own and copies it to the device, where it would
+    wait for page moves, and must not be filled again meanwhile; see `upload`."""
+    pinned = wrapper._pin_memory_int_workspace_buffer
+    wrapper._pin_memory_int_workspace_buffer = torch.empty_like(pinned, pin_memory=False)
+    return wrapper
 
 
 def flashinfer() -> Any:
@@ -201,8 +183,3 @@ def flashinfer() -> Any:
             f"(importing it failed: {error})"
         ) from error
     return flashinfer
-
-
-def pinned(array: npt.NDArray[Any]) -> Tensor:
-    """In fresh pinned memory, from which an asynchronous copy may start."""
-    return torch.from_numpy(array).pin_memory()

@@ -39,6 +39,7 @@ from dualpace.gpu.step_input import StepInput, end_to_end, flatten
 from dualpace.gpu.step_model import StepModel
 from dualpace.gpu.torch_model import TorchModel
 from dualpace.gpu.transit import Placement, Transit
+from dualpace.gpu.upload import fetch
 from dualpace.models.tensors import Weight
 from dualpace.models.torch_weights import load_weights
 
@@ -258,8 +259,8 @@ class ModelRunner:
             return LaunchedStep(step, tokens.clone(), logprobs, None, ended)
         arrived = torch.cuda.Event(blocking=True)
         if logprobs is not None:
-            logprobs = PackedLogprobs(logprobs.rows, _copy_to_host(logprobs.packed))
-        on_host = _copy_to_host(tokens)
+            logprobs = PackedLogprobs(logprobs.rows, fetch(logprobs.packed))
+        on_host = fetch(tokens)
         arrived.record()
         return LaunchedStep(step, on_host, logprobs, arrived, ended)
 
@@ -307,9 +308,3 @@ class _Captured:
     decode: DecodeGraphs
     assist: list[SlotGraphs]
     gated: LayerGraphs | None  # of second halves
-
-
-def _copy_to_host(values: Tensor) -> Tensor:
-    """Start a copy into pinned memory of its own."""
-    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return on_host.copy_(values, non_blocking=True)

@@ -1,4 +1,5 @@
-"""What a step needs between library calls, a kernel each: rotation with KV append, and drawing.
+"""What a step needs between library calls, a kernel each: rotation with KV append, drawing, and
+copies to the host.
 
 Imported only where there is CUDA: Triton comes with torch's CUDA builds. The definitions followed
 are those of `models.reference` (rotation, norms) and `gpu.sampler` (noise, ties).
@@ -12,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROPE_HEADS = 8  # heads per program of the rotation
+COPY_BLOCK = 256  # words per program of a copy
 DRAW_BLOCK = 4096  # logits per program of the first pass of drawing
 
 
@@ -46,6 +48,18 @@ def rotate_and_append(
         NORMED=norms is not None,
         num_warps=4,
     )  # fmt: skip
+
+
+def copy_words(source: Tensor, target: Tensor) -> None:
+    """int64 [n] each, contiguous, on the device or in pinned memory."""
+    count = source.numel()
+    _copy_words[(triton.cdiv(count, COPY_BLOCK),)](source, target, count, BLOCK=COPY_BLOCK)
+
+
+@triton.jit
+def _copy_words(source, target, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + index, tl.load(source + index, mask=index < count), mask=index < count)
 
 
 @triton.jit

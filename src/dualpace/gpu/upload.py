@@ -1,8 +1,10 @@
-"""Small host arrays to the device in one copy.
+"""Small host arrays to the device, and small results back, past the copy engines.
 
-On CUDA the copy is asynchronous and from pinned memory of its own: torch's allocator of pinned
-memory gives it to nobody else before the copy is done, so that the next step's arrays never
-overwrite those of a step that still waits in the stream.
+A copy between pinned memory and the device goes through a copy engine and waits there for every
+page move of its direction, also for those that are asked for later: beside an unbroken stream of
+promotions a step's inputs would never arrive. Small copies out of pageable memory travel with the
+driver's commands instead, and the host may reuse such memory as soon as the call returns. Results
+are written by a kernel.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+COMMAND_BYTES = 64 * 1024  # the most that travels with a command
 ALIGNMENT = 16  # bytes; of every array in the packed buffer
 
 
@@ -22,20 +25,37 @@ def upload(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict
     """The arrays as tensors on `device`, in the order of its current stream."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    packed = pack(arrays).to(device, non_blocking=True)
-    return views(packed, arrays)
+    packed = pack(arrays)
+    on_device = torch.empty_like(packed, device=device)
+    send(packed, on_device)
+    return views(on_device, arrays)
 
 
 def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> Tensor:
-    """All arrays behind each other in fresh pinned memory: uint8 [bytes]."""
-    size = sum(padded(array.nbytes) for array in arrays.values())
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    buffer = packed.numpy()
+    """All arrays behind each other in pageable memory: uint8 [bytes]."""
+    buffer = np.empty(sum(padded(array.nbytes) for array in arrays.values()), dtype=np.uint8)
     start = 0
     for array in arrays.values():
         buffer[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
         start += padded(array.nbytes)
-    return packed
+    return torch.from_numpy(buffer)
+
+
+def send(packed: Tensor, target: Tensor) -> None:
+    """Copy `pack`'s bytes to as many of the device's, in the order of the current stream."""
+    for source, part in zip(packed.split(COMMAND_BYTES), target.split(COMMAND_BYTES), strict=True):
+        part.copy_(source, non_blocking=True)
+
+
+def fetch(values: Tensor) -> Tensor:
+    """Start writing contiguous int64 or float64 of the device into pinned memory, in the order of
+    the current stream; the memory must be kept until that is done."""
+    from dualpace.gpu.triton_kernels import copy_words
+
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    if values.numel():
+        copy_words(values.view(torch.int64), on_host.view(torch.int64))
+    return on_host
 
 
 def views(packed: Tensor, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, Tensor]:
