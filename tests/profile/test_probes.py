@@ -107,3 +107,17 @@ def test_an_interruption_costs_the_point_that_was_being_measured() -> None:
     with pytest.raises(KeyboardInterrupt):
         points.extend(probe("gpu_decode", executor, ROOM, 1e9, executor.clock))
     assert len(points) == 2
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_whatever_time_there_is_the_extremes_are_measured(operation: Operation) -> None:
+    points = plan_points(operation, ROOM)
+    sizes = sorted({size for size, _ in points})
+    corners = {
+        corner(context for size, context in points if size == extreme)
+        for extreme in (sizes[0], sizes[-1])
+        for corner in (min, max)
+    }
+    first = points[:4]
+    assert {size for size, _ in first} == {sizes[0], sizes[-1]}
+    assert {context for _, context in first} == corners

@@ -45,11 +45,11 @@ class KnownCosts:
     def cpu_attention(self, rows: int, context: int) -> Estimate:
         return Estimate(0.001 * rows + 1e-5 * context, context > 1000)
 
-    def assist(self, rows: int, prefill_share: float) -> Estimate:
-        return Estimate(0.02 * (1 + prefill_share), False)
+    def assist(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
+        return Estimate(0.02 * slots * (1 + prefill_share), False)
 
-    def assist_stolen(self, rows: int) -> Estimate:
-        return Estimate(0.008, False)
+    def assist_stolen(self, rows: int, slots: int = 1) -> Estimate:
+        return Estimate(0.008 * slots, False)
 
     def covers(self, *operations: Operation) -> bool:
         return True

@@ -20,7 +20,11 @@ from dualpace.core.plan import Route
 
 Floats = npt.NDArray[np.float64]
 Step = Literal["cpu_iteration", "gpu_decode", "gpu_prefill"]
-Part = Literal["cpu_attention", "assist", "assist_beside_prefill", "assist_stolen"]
+Part = Literal[
+    "cpu_attention",
+    "assist", "assist_beside_prefill", "assist_stolen",
+    "assist2", "assist2_beside_prefill", "assist2_stolen",
+]  # fmt: skip
 Whole = Literal["assisted", "assisted2"]
 Operation = Step | Part | Whole
 OPERATIONS: tuple[Step, ...] = get_args(Step)  # what an engine can be asked to run
@@ -28,8 +32,7 @@ PARTS: tuple[Part, ...] = get_args(Part)  # of a CPU iteration whose dense work 
 # What such parts must add up to, by the route that has them: measured to check a profile.
 WHOLES: dict[Operation, Route] = {"assisted": "assist", "assisted2": "assist2"}
 # Dense work does not depend on the context: these are measured by rows alone, at context 0.
-LINES: frozenset[Operation] = frozenset(("assist", "assist_beside_prefill", "assist_stolen"))
-
+LINES: frozenset[Operation] = frozenset(PARTS[1:])
 
 Chunk = tuple[int, int]  # tokens of a prompt in a step, and those computed before
 
@@ -70,12 +73,13 @@ class CostModel(Protocol):
         """The attention of all layers of a CPU iteration, without its dense work."""
         ...
 
-    def assist(self, rows: int, prefill_share: float) -> Estimate:
-        """The dense work of all layers of a CPU iteration on the GPU, there and back, beside GPU
-        steps that spend `prefill_share` of their time on prompts."""
+    def assist(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
+        """The dense work of all layers of a CPU iteration of `rows` rows on the GPU, there and
+        back, beside GPU steps that spend `prefill_share` of their time on prompts. On two slots:
+        of both halves, while the CPU attends to next to nothing in between."""
         ...
 
-    def assist_stolen(self, rows: int) -> Estimate:
+    def assist_stolen(self, rows: int, slots: int = 1) -> Estimate:
         """By how much such dense work delays the GPU's own steps."""
         ...
 
@@ -112,12 +116,13 @@ def cpu_step(
     prompts. Two halves take turns, so the slower side sets the pace."""
     if route == "local":
         return costs.cpu_iteration(rows, context)
-    halves = 2 if route == "assist2" else 1
-    rows, context = -(-rows // halves), context // halves
-    attention = costs.cpu_attention(rows, context)
-    dense = costs.assist(rows, prefill_share)
-    both = (attention.seconds, dense.seconds)
-    seconds = 2 * max(both) if halves == 2 else sum(both)
+    if route == "assist":
+        attention, dense = costs.cpu_attention(rows, context), costs.assist(rows, prefill_share)
+        seconds = attention.seconds + dense.seconds
+    else:
+        attention = costs.cpu_attention(-(-rows // 2), context // 2)
+        dense = costs.assist(rows, prefill_share, slots=2)
+        seconds = max(2 * attention.seconds, dense.seconds)
     return Estimate(seconds, attention.extrapolated or dense.extrapolated)
 
 
@@ -125,13 +130,18 @@ def stolen(costs: CostModel, route: Route, rows: int) -> float:
     """GPU seconds that a CPU iteration by `route` takes from the GPU's own steps."""
     if route == "local":
         return 0.0
-    if route == "assist":
-        return costs.assist_stolen(rows).seconds
-    return 2 * costs.assist_stolen(-(-rows // 2)).seconds
+    return costs.assist_stolen(rows, slots=2 if route == "assist2" else 1).seconds
+
+
+_ASSISTS: dict[int, tuple[Operation, Operation]] = {  # by slots; beside decodes, beside prompts
+    1: ("assist", "assist_beside_prefill"),
+    2: ("assist2", "assist2_beside_prefill"),
+}
 
 
 class TableCostModel:
-    """A `CostModel` that interpolates between measured points."""
+    """A `CostModel` that interpolates between measured points. Two slots that were not measured
+    are taken for twice one with half of the rows."""
 
     def __init__(self, points: Iterable[Point]) -> None:
         by_operation: defaultdict[Operation, list[Point]] = defaultdict(list)
@@ -157,16 +167,21 @@ class TableCostModel:
     def cpu_attention(self, rows: int, context: int) -> Estimate:
         return self._surface("cpu_attention").at(rows, context)
 
-    def assist(self, rows: int, prefill_share: float) -> Estimate:
-        seconds, extrapolated = self._surface("assist").at(rows, 0)
-        if prefill_share and self.covers("assist_beside_prefill"):
-            beside = self._surface("assist_beside_prefill").at(rows, 0)
-            seconds += prefill_share * max(0.0, beside.seconds - seconds)
-            extrapolated = extrapolated or beside.extrapolated
+    def assist(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
+        if slots == 2 and not self.covers("assist2"):
+            return _twice(self.assist(-(-rows // 2), prefill_share))
+        alone, beside = _ASSISTS[slots]
+        seconds, extrapolated = self._surface(alone).at(rows, 0)
+        if prefill_share and self.covers(beside):
+            slowed = self._surface(beside).at(rows, 0)
+            seconds += prefill_share * max(0.0, slowed.seconds - seconds)
+            extrapolated = extrapolated or slowed.extrapolated
         return Estimate(seconds, extrapolated)
 
-    def assist_stolen(self, rows: int) -> Estimate:
-        return self._surface("assist_stolen").at(rows, 0)
+    def assist_stolen(self, rows: int, slots: int = 1) -> Estimate:
+        if slots == 2 and not self.covers("assist2_stolen"):
+            return _twice(self.assist_stolen(-(-rows // 2)))
+        return self._surface("assist2_stolen" if slots == 2 else "assist_stolen").at(rows, 0)
 
     def covers(self, *operations: Operation) -> bool:
         return all(operation in self._surfaces for operation in operations)
@@ -179,6 +194,10 @@ class TableCostModel:
                 "contexts (measure for longer, or with more KV room)"
             )
         return surface
+
+
+def _twice(half: Estimate) -> Estimate:
+    return Estimate(2 * half.seconds, half.extrapolated)
 
 
 class Surface:

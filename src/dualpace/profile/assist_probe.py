@@ -22,8 +22,8 @@ from dualpace.policy.cost_model import Point, Whole
 from dualpace.profile.probes import Room, make_batch, probe
 
 ROWS = (1, 8, 32, 64, 128, 256)
-CONTEXTS = (16_384, 65_536, 262_144)  # tokens of all rows
-REPEATS = 3
+CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # tokens of all rows; the longest two that fit
+REPEATS = 2
 DECODES = 32  # rows of the GPU's steps beside
 DEPTH = 2  # of them are under way at once, as in the engine
 
@@ -101,26 +101,31 @@ def probe_assists(
         whole = measure.iteration(rows, rows)
         if whole is None:
             continue
-        dense = dense_seconds(rows)
-        host = max(0.0, whole - dense)  # what rows cost the CPU that attend to a token each
+        # What rows cost the CPU that attend to a token each, and the rest, when nothing is beside.
+        host = max(0.0, whole - dense_seconds(rows))
+        dense = alone = whole - host
         yield Point("cpu_attention", rows, 0, host)
-        stolen = 0.0
+        two = measure.iteration(rows, rows, "assisted2") or whole
+        stolen = stolen2 = 0.0
         if decodes is not None:
-            beside, step = measure.iteration_beside(decodes, rows)
-            slowed = max(dense, beside - host)
-            stolen = beside * max(0.0, 1.0 - quiet / step)
-        else:
-            slowed = dense
-        yield Point("assist", rows, 0, slowed)
+            beside, stolen = measure.iteration_beside(decodes, quiet, rows, "assisted")
+            dense = max(dense, beside - host)
+            two, stolen2 = measure.iteration_beside(decodes, quiet, rows, "assisted2")
+        yield Point("assist", rows, 0, dense)
         yield Point("assist_stolen", rows, 0, stolen)
+        yield Point("assist2", rows, 0, two)
+        yield Point("assist2_stolen", rows, 0, stolen2)
         if prompts is not None and not measure.late:
-            beside, _ = measure.iteration_beside(prompts, rows)
+            beside, _ = measure.iteration_beside(prompts, quiet, rows, "assisted")
             yield Point("assist_beside_prefill", rows, 0, max(0.0, beside - host))
-        for place, context in enumerate(CONTEXTS):
-            if context > rows * host_room.max_model_len or (place and measure.late):
+            two, _ = measure.iteration_beside(prompts, quiet, rows, "assisted2")
+            yield Point("assist2_beside_prefill", rows, 0, two)
+        fitting = [context for context in CONTEXTS if context <= host_room.longest(rows)]
+        for place, context in enumerate(fitting[-2:]):
+            if place and measure.late:
                 break
             if (longer := measure.iteration(rows, context)) is not None:
-                yield Point("cpu_attention", rows, context, max(host, longer - dense))
+                yield Point("cpu_attention", rows, context, max(host, longer - alone))
 
 
 def probe_assisted(
@@ -160,9 +165,9 @@ class _Probe:
             time.sleep(seconds)
         return statistics.median(steps.times[DEPTH:] or steps.times)
 
-    def iteration(self, rows: int, context: int) -> float | None:
-        """Seconds of an assisted one, the median of a few; None if there is no room for it."""
-        batch = make_batch("assisted", rows, context, self.room)
+    def iteration(self, rows: int, context: int, operation: Whole = "assisted") -> float | None:
+        """Seconds of one, the median of a few; None if there is no room for it."""
+        batch = make_batch(operation, rows, context, self.room)
         if batch is None:
             return None
         times: list[float] = []
@@ -172,14 +177,17 @@ class _Probe:
             times.append(self.clock() - start)
         return statistics.median(times[1:])  # the first one warms up
 
-    def iteration_beside(self, batch: Batch, rows: int) -> tuple[float, float]:
-        """Seconds of one that attends to next to nothing, and of a GPU step beside it."""
+    def iteration_beside(
+        self, batch: Batch, quiet: float, rows: int, operation: Whole
+    ) -> tuple[float, float]:
+        """Seconds of one that attends to next to nothing, and how many of these the GPU's steps
+        beside it, which take `quiet` seconds by themselves, have lost."""
         with Beside(self.gpu, batch, self.clock) as steps:
             before = len(steps.times)
-            whole = self.iteration(rows, rows)
+            whole = self.iteration(rows, rows, operation)
             beside = steps.times[before:] or steps.times
         assert whole is not None
-        return whole, statistics.fmean(beside)
+        return whole, whole * max(0.0, 1.0 - quiet / statistics.fmean(beside))
 
 
 def _decodes(room: Room) -> Batch | None:

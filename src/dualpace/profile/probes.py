@@ -22,6 +22,7 @@ REPEATS = 5
 POINT_SHARE = 0.05  # of the time there is; a point that takes longer is repeated less
 SMALLEST_CHUNK = 16
 SMALLEST_CONTEXT = 16
+COMPUTE_BOUND = 128  # tokens of a chunk, about, from which on more of them take longer
 # How many positions of context cost about as much as one more token; orders points, no more.
 CONTEXT_PER_TOKEN = 256
 
@@ -41,27 +42,33 @@ class Room:
     max_tokens: int
     max_model_len: int
 
+    def longest(self, rows: int) -> int:
+        """The most positions that so many rows may have in total."""
+        return min(rows * self.max_model_len, (self.pages - rows) * self.page_tokens)
+
 
 def plan_points(operation: Step | Whole, room: Room) -> list[tuple[int, int]]:
-    """(size, context) of the points to measure, in order: a coarse grid first, then a finer one,
-    cheap points before dear ones in each. So whatever time there is, the table is of use."""
+    """(size, context) of the points to measure, in order: the extremes first, then again and again
+    what halves the gaps, cheap points before dear ones. So whatever time there is, the table is of
+    use."""
     if operation == "gpu_prefill":
         sizes = _doubling(SMALLEST_CHUNK, min(room.max_tokens, room.max_model_len))
+        # Where arithmetic is what limits, time goes up by whole tiles: straight lines would err.
+        between = (3 * size // 2 for size in sizes[:-1] if size >= COMPUTE_BOUND)
+        sizes = sorted({*sizes, *(size for size in between if size < sizes[-1])})
         contexts = [0, *_quadrupling(4 * SMALLEST_CONTEXT, room.max_model_len)]
     else:
         sizes = _doubling(1, room.max_rows)
         most = min(room.pages * room.page_tokens, room.max_rows * room.max_model_len)
         contexts = _quadrupling(SMALLEST_CONTEXT, most)
-    coarse = {*sizes[::2], *sizes[-1:]}
-    points = [
-        (size, context)
-        for size in sizes
-        for context in contexts
-        if make_batch(operation, size, context, room) is not None
-    ]
-    return sorted(
-        points, key=lambda point: (point[0] not in coarse, point[0] * CONTEXT_PER_TOKEN + point[1])
-    )
+    ranked = []
+    for size, rank in zip(sizes, _halvings(len(sizes)), strict=True):
+        fitting = [c for c in contexts if make_batch(operation, size, c, room) is not None]
+        ranked += [
+            (max(rank, inner), size * CONTEXT_PER_TOKEN + context, (size, context))
+            for context, inner in zip(fitting, _halvings(len(fitting)), strict=True)
+        ]
+    return [point for _, _, point in sorted(ranked)]
 
 
 def held_out_points(
@@ -161,6 +168,23 @@ def _doubling(first: int, most: int) -> list[int]:
         sizes.append(first)
         first *= 2
     return [*sizes, most]
+
+
+def _halvings(count: int) -> list[int]:
+    """For each of `count` places, after how many halvings it is one that ends a gap."""
+    ranks = [0] * count
+    gaps = [(0, count - 1)]
+    rank = 0
+    while gaps := [(low, high) for low, high in gaps if high - low > 1]:
+        rank += 1
+        for low, high in gaps:
+            ranks[(low + high) // 2] = rank
+        gaps = [
+            gap
+            for low, high in gaps
+            for gap in ((low, (low + high) // 2), ((low + high) // 2, high))
+        ]
+    return ranks
 
 
 def _quadrupling(first: int, most: int) -> list[int]:

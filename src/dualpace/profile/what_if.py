@@ -10,13 +10,13 @@ import msgspec
 
 from dualpace.core.config import parse_size
 from dualpace.core.errors import ConfigError
-from dualpace.policy.cost_model import Operation
+from dualpace.policy.cost_model import LINES, Operation
 from dualpace.profile.table import Profile
 
 # What gets faster with each of them.
 FASTER: dict[str, tuple[Operation, ...]] = {
     "host_bandwidth": ("cpu_iteration", "cpu_attention"),
-    "gpu_bandwidth": ("gpu_decode", "assist", "assist_beside_prefill", "assist_stolen"),
+    "gpu_bandwidth": ("gpu_decode", *LINES),
     "gpu_flops": ("gpu_prefill",),
 }
 ROOMS = {"gpu_kv": "gpu_kv_tokens", "host_kv": "host_kv_tokens"}
