@@ -69,6 +69,16 @@ def test_several_tokens_in_a_chunk_weigh_in_itl_and_not_in_the_gap() -> None:
     assert summary.chunk_gap_s == distribution([0.5, 1.0, 0.5])
 
 
+def test_an_engines_itl_is_of_tokens_that_follow_its_own() -> None:
+    summary = summarize([STEADY, BUNDLED, make_record(Chunk(1.0, 1), Chunk(1.5, 1))], (2.0, 9.0))
+    assert summary.itl_by_engine_s == {
+        "cpu": distribution([1.0]),
+        "gpu": distribution([0.5 / 3] * 3),
+    }
+    assert summary.window is not None
+    assert summary.window.itl_by_engine_s == summary.itl_by_engine_s
+
+
 def test_tpot_needs_a_token_after_the_first_chunk() -> None:
     single = make_record(Chunk(1.0, 1))
     all_at_once = make_record(Chunk(1.0, 8))

@@ -37,7 +37,8 @@ class Distribution:
 class WindowSummary:
     """What was seen from `start_s` to before `end_s`, seconds after the start of the replay.
 
-    `itl_s`: of the tokens that arrived in the window; `ttft_s`: of the requests that were sent in
+    `itl_s`: of the tokens that arrived in the window; `itl_by_engine_s`: of those that came from an
+    engine as the token before did; `ttft_s`: of the requests that were sent in
     it, without the `unanswered` ones, which had no token by the end of the replay.
     """
 
@@ -47,6 +48,7 @@ class WindowSummary:
     output_tokens_per_s: float | None
     tokens_by_engine: dict[str, int]
     itl_s: Distribution
+    itl_by_engine_s: dict[str, Distribution]
     requests: int  # sent in the window
     unanswered: int
     ttft_s: Distribution
@@ -82,6 +84,7 @@ class Summary:
     tokens_by_engine: dict[str, int]
     ttft_s: Distribution
     itl_s: Distribution
+    itl_by_engine_s: dict[str, Distribution]  # of tokens from an engine as the token before
     chunk_gap_s: Distribution
     tpot_s: Distribution
     normalized_latency_s: Distribution  # latency divided by output tokens (Orca's and vLLM's)
@@ -107,6 +110,7 @@ def summarize(
     prompt_tokens = sum(record.prompt_tokens for record in good)
     output_tokens = sum(record.output_tokens for record in good)
     duration = _duration(records)
+    by_engine = tokens_by_engine(good)
     gaps, gap_tokens = _gaps(good)
     return Summary(
         requests=len(records),
@@ -124,9 +128,10 @@ def summarize(
         requests_per_s=_rate(len(good), duration),
         output_tokens_per_s=_rate(output_tokens, duration),
         total_tokens_per_s=_rate(prompt_tokens + output_tokens, duration),
-        tokens_by_engine=tokens_by_engine(good),
+        tokens_by_engine=by_engine,
         ttft_s=distribution(record.ttft_s for record in good),
         itl_s=distribution(np.repeat(gaps / gap_tokens, gap_tokens)),
+        itl_by_engine_s=_itl_by_engine(good, by_engine),
         chunk_gap_s=distribution(gaps),
         tpot_s=distribution(record.tpot_s for record in good),
         normalized_latency_s=distribution(_per_token(record, 0) for record in good),
@@ -157,6 +162,7 @@ def summarize_window(
         output_tokens_per_s=_rate(tokens, end_s - start_s),
         tokens_by_engine=by_engine,
         itl_s=distribution(np.repeat(gaps / gap_tokens, gap_tokens)),
+        itl_by_engine_s=_itl_by_engine(seen, by_engine, start_s, end_s),
         requests=len(sent),
         unanswered=sum(not record.chunks for record in sent),
         ttft_s=distribution(record.ttft_s for record in sent),
@@ -187,10 +193,28 @@ def tokens_by_engine(
     return dict(sorted(tokens.items()))
 
 
+def _itl_by_engine(
+    records: Sequence[RequestRecord],
+    engines: Iterable[str],
+    start_s: float = -math.inf,
+    end_s: float = math.inf,
+) -> dict[str, Distribution]:
+    answer = {}
+    for engine in engines:
+        if engine != UNREPORTED:
+            gaps, tokens = _gaps(records, start_s, end_s, engine)
+            answer[engine] = distribution(np.repeat(gaps / tokens, tokens))
+    return answer
+
+
 def _gaps(
-    records: Iterable[RequestRecord], start_s: float = -math.inf, end_s: float = math.inf
+    records: Iterable[RequestRecord],
+    start_s: float = -math.inf,
+    end_s: float = math.inf,
+    engine: str | None = None,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Seconds between a chunk that arrived in that time and the one before it, and its tokens.
+    """Seconds between a chunk that arrived in that time and the one before it, and its tokens; of
+    all chunks, or where both came from `engine`.
 
     A gap that ends in k tokens is k inter-token latencies of a k-th of it: a server that bundles
     tokens gains nothing in ITL, and the gap that its user sees is reported beside it.
@@ -199,7 +223,8 @@ def _gaps(
     tokens: list[int] = []
     for record in records:
         for before, chunk in zip(record.chunks, record.chunks[1:], strict=False):
-            if start_s <= chunk.time_s < end_s:
+            theirs = engine is None or before.engine == chunk.engine == engine
+            if theirs and start_s <= chunk.time_s < end_s:
                 gaps.append(chunk.time_s - before.time_s)
                 tokens.append(chunk.tokens)
     return np.array(gaps, dtype=np.float64), np.array(tokens, dtype=np.int64)

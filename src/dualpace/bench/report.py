@@ -86,7 +86,7 @@ def report_table(circumstances: Circumstances, summary: Summary) -> Table:
     _add_engines(table, summary.tokens_by_engine)
     table.add_section()
     _add_times(table, "TTFT", summary.ttft_s)
-    _add_times(table, "ITL", summary.itl_s)
+    _add_itl(table, summary)
     _add_times(table, "chunk gap", summary.chunk_gap_s)
     _add_times(table, f"TPOT ({summary.tpot_s.count} requests)", summary.tpot_s)
     _add_times(table, "latency / output tokens", summary.normalized_latency_s)
@@ -163,7 +163,14 @@ def _add_window(table: Table, window: WindowSummary) -> None:
         sent += f", [yellow]{window.unanswered}[/] without a token"
     _add_count(table, "requests sent", sent)
     _add_times(table, "TTFT", window.ttft_s)
-    _add_times(table, "ITL", window.itl_s)
+    _add_itl(table, window)
+
+
+def _add_itl(table: Table, seen: Summary | WindowSummary) -> None:
+    _add_times(table, "ITL", seen.itl_s)
+    if len(seen.itl_by_engine_s) > 1:
+        for engine, times in seen.itl_by_engine_s.items():
+            _add_times(table, f"ITL, {escape(engine)}", times)
 
 
 def _add_engines(table: Table, tokens_by_engine: Mapping[str, int]) -> None:
