@@ -26,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -35,12 +35,12 @@ from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.errors import DualPaceError
 from dualpace.core.plan import Batch, BatchRow, CopyJob, Executor, Tier
 from dualpace.core.sampling import DecodeParams
+from dualpace.gpu.link import Direction, link_bandwidth
 from dualpace.kv.pages import pages_for
 from dualpace.measuring import gpu_over_arena
 from dualpace.resolution import resolve
 from gpu_idle import DEPTH, WARM_UP, decode_steps, run
 
-Direction = Literal["load", "store"]
 Figures = dict[str, dict[str, float]]
 DIRECTIONS: tuple[Direction, Direction] = ("load", "store")
 LINK_BYTES = 2**30
@@ -48,25 +48,7 @@ REQUEST_TOKENS = 1000
 REQUESTS = 16  # that are moved in turn, each with pages of its own
 MOVES = 200  # measured for a rate
 COPIES_UNDER_WAY = 4
-REPEATS = 5
 PROMPT_REPEATS = 3
-
-
-def link_rate(direction: Direction) -> float:
-    """Bytes per second of a plain copy between pinned memory and the device, the median."""
-    import torch  # slow to import, and only this needs it
-
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
-    source, target = (host, device) if direction == "load" else (device, host)
-    seconds = []
-    for _ in range(1 + REPEATS):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return LINK_BYTES / statistics.median(seconds[1:])
 
 
 def jobs(direction: Direction, first_page: int, pages: int, scattered: bool) -> Iterator[CopyJob]:
@@ -220,7 +202,7 @@ class KvMoves:
         answer: Figures = {}
         request_bytes = self.move_pages * page_bytes
         for direction in DIRECTIONS:
-            link = link_rate(direction)
+            link = link_bandwidth(direction, LINK_BYTES)
             rates = {"link_bytes_per_s": link}
             for name, under_way, scattered in (
                 ("one_at_a_time", 1, False),

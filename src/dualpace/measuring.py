@@ -33,7 +33,8 @@ PROBED_BYTES = 24 * 2**30  # of host KV, for a profile
 class Probed:
     """One engine's executor, to be measured, and the pages that there are.
 
-    assisted: the CPU engine's, without weights, whose dense work this GPU's executor does;
+    copy_bandwidth: bytes per second between the tiers, None where there is no link; assisted: the
+    CPU engine's, without weights, whose dense work this GPU's executor does;
     assist_seconds: what that takes for so many rows, with nobody waited for.
     """
 
@@ -41,6 +42,7 @@ class Probed:
     executor: Executor
     gpu_pages: int
     host_pages: int
+    copy_bandwidth: float | None = None
     assisted: Executor | None = None
     assist_seconds: Callable[[int], float] | None = None
 
@@ -60,13 +62,13 @@ def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
         with assisting_gpu(config, arena) as assisting, assisting.cpu_executor() as assisted:
             gpu = assisting.executor
             seconds = partial(gpu.assist_seconds, copies=True)
-            yield Probed(GPU, gpu, gpu.gpu_pages, pages, assisted, seconds)
+            yield Probed(GPU, gpu, gpu.gpu_pages, pages, _link(config), assisted, seconds)
     else:
         # Registering the host's pages would disturb what is measured.
         alone = config if config.gpu_pages == 0 else msgspec.structs.replace(config, host_pages=0)
         gpu = gpu_executor(alone, arena if alone.host_pages else None, _ignore)
         with contextlib.closing(gpu):
-            yield Probed(GPU, gpu, gpu.gpu_pages, pages)
+            yield Probed(GPU, gpu, gpu.gpu_pages, pages, _link(config))
     if arena is not None and config.host_weights:
         with contextlib.closing(cpu_executor(config, arena, _ignore)) as cpu:
             cpu.prepare()
@@ -121,6 +123,15 @@ def assisting_gpu(config: EngineConfig, arena: Any) -> Iterator[AssistingGpu]:
             yield AssistingGpu(executor, config, spec, mailbox_fd, arena)  # type: ignore[arg-type]
     finally:
         os.close(mailbox_fd)
+
+
+def _link(config: EngineConfig) -> float | None:
+    """The slower direction of copies between the tiers."""
+    if config.device != "cuda":
+        return None
+    from dualpace.gpu.link import link_bandwidth
+
+    return min(link_bandwidth("load"), link_bandwidth("store"))
 
 
 def own_arena(config: EngineConfig) -> Any:

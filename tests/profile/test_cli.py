@@ -87,6 +87,7 @@ def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
             room: Room,
             seconds: float,
             points: list[tuple[int, int]],
+            depth: int,
         ) -> Iterator[Point]:
             asked.extend(points)
             for size, context in points:
@@ -110,7 +111,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def measured(value: float, *, interrupt: bool) -> None:
         def probe(
-            operation: Operation, executor: Executor, room: Room, seconds: float
+            operation: Operation, executor: Executor, room: Room, seconds: float, depth: int
         ) -> Iterator[Point]:
             yield Point(operation, 1, 16, value)
             if interrupt:

@@ -121,3 +121,30 @@ def test_whatever_time_there_is_the_extremes_are_measured(operation: Operation) 
     first = points[:4]
     assert {size for size, _ in first} == {sizes[0], sizes[-1]}
     assert {context for _, context in first} == corners
+
+
+class Pipeline(FakeExecutor):
+    """A step takes a second of the device, and its launch half a second of the host before."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda batch, run: 0.5)
+        self.free_at = 0.0
+
+    def launch(self, batch: Batch) -> Future[list[int | None]]:
+        super().launch(batch)
+        self.free_at = end = max(self.free_at, self.now) + 1.0
+        ticket: Future[list[int | None]] = Future()
+
+        def result(timeout: float | None = None) -> StepResult:
+            self.now = max(self.now, end)
+            return StepResult([0] * len(batch.rows))
+
+        ticket.result = result  # type: ignore[method-assign,assignment]
+        return ticket
+
+
+@pytest.mark.parametrize(("depth", "seconds"), [(1, 1.5), (2, 1.0)])
+def test_a_launch_costs_nothing_where_the_engine_hides_it(depth: int, seconds: float) -> None:
+    executor = Pipeline()
+    for point in probe("gpu_decode", executor, ROOM, 1e9, executor.clock, depth=depth):
+        assert point.seconds == pytest.approx(seconds)

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 HELD_OUT = 40  # points of each operation that a check measures, if there is time
 IN_FINGERPRINT = ("cpu_cores",)  # of the options of a measurement
+HOST_COPY_BANDWIDTH = 10e9  # bytes per second, about: of copies within a stand-in's memory
 STANDIN_KV_TOKENS = 8192  # in which to measure a stand-in that would get no KV room by default
 
 profile_app = typer.Typer(
@@ -224,6 +225,7 @@ class _Measured:
         self.held_out = held_out
         self.points: list[Point] = []
         self.gpu_kv_tokens = 0
+        self.copy_bandwidth = HOST_COPY_BANDWIDTH
 
     def run(self, config: EngineConfig, seconds: float, console: Console) -> None:
         """Measure every operation that this configuration has, each for its share of the time."""
@@ -242,9 +244,13 @@ class _Measured:
                 for each in executors:
                     if each.engine == GPU:
                         self.gpu_kv_tokens = each.gpu_pages * config.page_tokens
+                        self.copy_bandwidth = each.copy_bandwidth or self.copy_bandwidth
                     for operation, room in _operations(each, config):
                         bar.reset(task, total=None, description=operation)
-                        for point in self._probe(operation, each.executor, room, share, bar, task):
+                        depth = config.steps_in_flight if each.engine == GPU else 1
+                        for point in self._probe(
+                            operation, each.executor, room, share, depth, bar, task
+                        ):
                             self.points.append(point)
                             bar.advance(task)
                     if each.assisted is not None:
@@ -260,15 +266,16 @@ class _Measured:
         executor: Executor,
         room: Room,
         seconds: float,
+        depth: int,
         bar: Progress,
         task: TaskID,
     ) -> Iterator[Point]:
         if self.held_out is None:
             bar.update(task, total=len(plan_points(operation, room)))
-            return probe(operation, executor, room, seconds)
+            return probe(operation, executor, room, seconds, depth=depth)
         points = held_out_points(operation, room, HELD_OUT, self.held_out)
         bar.update(task, total=len(points))
-        return probe(operation, executor, room, seconds, points=points)
+        return probe(operation, executor, room, seconds, points=points, depth=depth)
 
     def _probe_assists(
         self, probed: Probed, config: EngineConfig, seconds: float
@@ -312,6 +319,7 @@ def _profile(
         gpu_kv_tokens=measured.gpu_kv_tokens,
         host_kv_tokens=config.host_pages * config.page_tokens,
         points=tuple(measured.points),
+        copy_bandwidth=measured.copy_bandwidth,
         options=given,
     )
 
@@ -380,6 +388,7 @@ def _show(profile: Profile) -> None:
     )  # fmt: skip
     if profile.note:
         console.print(profile.note, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"copies between the tiers: {profile.copy_bandwidth / 1e9:.3g} GB/s")
     for operation in (*OPERATIONS, *PARTS):
         points = [point for point in profile.points if point.operation == operation]
         if points:

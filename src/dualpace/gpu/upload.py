@@ -26,7 +26,7 @@ def upload(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     packed = pack(arrays)
-    on_device = torch.empty_like(packed, device=device)
+    on_device = torch.empty(len(packed), dtype=torch.uint8, device=device)
     send(packed, on_device)
     return views(on_device, arrays)
 

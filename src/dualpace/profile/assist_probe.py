@@ -11,15 +11,14 @@ import contextlib
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from dualpace.core.plan import Batch, Executor, StepResult, Ticket
+from dualpace.core.plan import Batch, Executor
 from dualpace.policy.cost_model import Point, Whole
-from dualpace.profile.probes import Room, make_batch, probe
+from dualpace.profile.probes import Room, make_batch, probe, step_ends
 
 ROWS = (1, 8, 32, 64, 128, 256)
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # tokens of all rows; the longest two that fit
@@ -59,16 +58,13 @@ class Beside:
             raise self.error
 
     def _run(self) -> None:
-        under_way: deque[Ticket[StepResult]] = deque()
         before = self._clock()
         try:
-            while not self._stop.is_set() or under_way:
-                while len(under_way) < DEPTH and not self._stop.is_set():
-                    under_way.append(self._executor.launch(self._batch))
-                under_way.popleft().result()
-                now = self._clock()
-                self.times.append(now - before)
-                before = now
+            for end in step_ends(
+                self._executor, self._batch, DEPTH, self._clock, lambda _: self._stop.is_set()
+            ):
+                self.times.append(end - before)
+                before = end
         except Exception as error:
             self.error = error
 

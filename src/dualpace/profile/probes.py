@@ -6,14 +6,16 @@ would. Knows no engine, no tensors, and not what is done with the points.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dualpace.core.plan import Batch, BatchRow, Executor, Tier
+from dualpace.core.plan import Batch, BatchRow, Executor, StepResult, Ticket, Tier
 from dualpace.core.sampling import DecodeParams
 from dualpace.kv.pages import pages_for
 from dualpace.policy.cost_model import WHOLES, Point, Step, Whole
@@ -60,7 +62,8 @@ def plan_points(operation: Step | Whole, room: Room) -> list[tuple[int, int]]:
     else:
         sizes = _doubling(1, room.max_rows)
         most = min(room.pages * room.page_tokens, room.max_rows * room.max_model_len)
-        contexts = _quadrupling(SMALLEST_CONTEXT, most)
+        # Near the most, for what a full pool takes; many rows leave it more of their pages unused.
+        contexts = sorted({*_quadrupling(SMALLEST_CONTEXT, most), most * 3 // 4, most * 15 // 16})
     ranked = []
     for size, rank in zip(sizes, _halvings(len(sizes)), strict=True):
         fitting = [c for c in contexts if make_batch(operation, size, c, room) is not None]
@@ -104,12 +107,15 @@ def probe(
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
     points: Sequence[tuple[int, int]] | None = None,
+    depth: int = 1,
 ) -> Iterator[Point]:
     """Measure point after point, for about `seconds`; each is yielded as soon as it is known.
 
-    points: (size, context) of each, `plan_points` by default.
+    points: (size, context) of each, `plan_points` by default; depth: steps that the engine has
+    under way, so that the launch of one is hidden by the one before.
 
-    A point is the median of up to `REPEATS` runs after one to warm up. Raises what a step raises.
+    A point is the median of up to `REPEATS` times from the end of one step to that of the next.
+    Raises what a step raises.
     """
     deadline = clock() + seconds
     for size, context in plan_points(operation, room) if points is None else points:
@@ -118,13 +124,32 @@ def probe(
         batch = make_batch(operation, size, context, room)
         assert batch is not None
         enough = min(deadline, clock() + POINT_SHARE * seconds)
-        executor.launch(batch).result()
-        times: list[float] = []
-        while not times or (len(times) < REPEATS and clock() < enough):
-            start = clock()
-            executor.launch(batch).result()
-            times.append(clock() - start)
+
+        def stop(ended: int, enough: float = enough) -> bool:
+            return ended > REPEATS or (ended > 1 and clock() >= enough)
+
+        ends = list(step_ends(executor, batch, depth, clock, stop))
+        times = [after - before for before, after in itertools.pairwise(ends)]
         yield Point(operation, size, context, statistics.median(times))
+
+
+def step_ends(
+    executor: Executor,
+    batch: Batch,
+    depth: int,
+    clock: Callable[[], float],
+    stop: Callable[[int], bool],
+) -> Iterator[float]:
+    """When steps of `batch` end, of which `depth` are under way at a time, until `stop` says so,
+    which is told how many have ended."""
+    under_way: deque[Ticket[StepResult]] = deque()
+    ended = 0
+    while under_way or not stop(ended):
+        while len(under_way) < depth and not stop(ended):
+            under_way.append(executor.launch(batch))
+        under_way.popleft().result()
+        ended += 1
+        yield clock()
 
 
 def make_batch(operation: Step | Whole, size: int, context: int, room: Room) -> Batch | None:
