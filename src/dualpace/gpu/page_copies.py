@@ -1,6 +1,6 @@
 """Page moves between the pools on streams of their own, beside the steps.
 
-Whole pages, so that a few consecutive ids are one copy. The caller says what a copy must come
+Whole pages, so that a run of consecutive ids is one copy. The caller says what a copy must come
 after; what may come after a copy, its event tells.
 """
 
@@ -15,9 +15,6 @@ from dualpace.core.errors import EngineError
 from dualpace.gpu.kv_pools import KVPools
 from dualpace.gpu.strided_copy import copy_rows_to_device
 
-# A step's inputs and tokens go through the same copy engines, and wait there for what is under way.
-COPY_BYTES = 4 * 2**20
-
 
 class PageCopies:
     """Loads (host to GPU) and stores (GPU to host) in the order in which they are started."""
@@ -27,8 +24,6 @@ class PageCopies:
         reach from one piece into the next, which CUDA may refuse."""
         self._pools = pools
         self._piece = piece
-        gpu = pools["gpu"]
-        self._whole = max(1, COPY_BYTES // (gpu[0].numel() * gpu.itemsize))
         self._loads = torch.cuda.Stream()
         self._stores = torch.cuda.Stream()
 
@@ -36,7 +31,7 @@ class PageCopies:
         """Start bringing host pages to the GPU. No step under way may touch the GPU's pages."""
         with torch.cuda.stream(self._loads):
             self._check(host_pages, gpu_pages)
-            for source, target, count in self._runs(host_pages, gpu_pages, self._whole):
+            for source, target, count in self._runs(host_pages, gpu_pages, host_pages):
                 self._pools["gpu"][target : target + count].copy_(
                     self._pools["host"][source : source + count], non_blocking=True
                 )
@@ -54,7 +49,7 @@ class PageCopies:
             if after is not None:
                 self._stores.wait_event(after)
             self._check(host_pages, gpu_pages)
-            for target, source, count in self._runs(host_pages, gpu_pages, self._whole):
+            for source, target, count in self._runs(gpu_pages, host_pages, host_pages):
                 self._pools["host"][target : target + count].copy_(
                     self._pools["gpu"][source : source + count], non_blocking=True
                 )
@@ -85,8 +80,7 @@ class PageCopies:
         width = host[0, 0].numel() * host.itemsize
         with torch.cuda.stream(self._loads):
             self._loads.wait_event(after)
-            most = max(1, COPY_BYTES // width)
-            for source, first, count in self._runs(host_pages, range(len(host_pages)), most):
+            for source, first, count in self._runs(host_pages, range(len(host_pages)), host_pages):
                 copy_rows_to_device(
                     host[source, layer].data_ptr(), host.stride(0) * host.itemsize,
                     target[first].data_ptr(), width, width, count,
@@ -109,18 +103,17 @@ class PageCopies:
                 raise EngineError(f"page outside the {name} pool of {len(pool)}: {list(pages)}")
 
     def _runs(
-        self, host_pages: Sequence[int], targets: Sequence[int], most: int
+        self, sources: Sequence[int], targets: Sequence[int], hosts: Sequence[int]
     ) -> Iterator[tuple[int, int, int]]:
-        """(first host page, first target, pages) of stretches of at most `most` pages that are
-        consecutive on both sides and within one piece of the host's pool."""
+        """(first source, first target, pages) of stretches that are consecutive on both sides and
+        within one piece of the host's pool."""
         first = 0
-        for index in range(1, len(host_pages) + 1):
-            ends = index == len(host_pages) or (
-                index - first == most
-                or host_pages[index] != host_pages[index - 1] + 1
+        for index in range(1, len(sources) + 1):
+            ends = index == len(sources) or (
+                sources[index] != sources[index - 1] + 1
                 or targets[index] != targets[index - 1] + 1
-                or host_pages[index] % self._piece == 0
+                or hosts[index] % self._piece == 0
             )
             if ends:
-                yield host_pages[first], targets[first], index - first
+                yield sources[first], targets[first], index - first
                 first = index
