@@ -27,7 +27,7 @@ def test_errors_are_relative_and_taken_per_operation() -> None:
     [found] = accuracy(COSTS, measured)
     assert found.median == pytest.approx(0.5)
     assert found.p90 == pytest.approx(0.9)
-    assert found.worst == measured[10]
+    assert (found.worst, found.worst_error) == (measured[10], pytest.approx(1.0))
     assert (found.points, found.extrapolated, found.good) == (11, 0, False)
     [exact] = accuracy(COSTS, [Point("gpu_decode", 2, 200, 3.0)])
     assert (exact.median, exact.extrapolated, exact.good) == (0.0, 1, True)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from dualpace.cli import measurement
 from dualpace.cli import profile as cli
 from dualpace.core.plan import Executor
 from dualpace.policy.cost_model import OPERATIONS, Operation, Point, TableCostModel
@@ -94,7 +95,7 @@ def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
                 point = Point(operation, size, context, 1.0)
                 yield msgspec.structs.replace(point, seconds=factor * predict(costs, point).seconds)
 
-        monkeypatch.setattr(cli, "probe", probe)
+        monkeypatch.setattr(measurement, "probe", probe)
         result = CliRunner().invoke(cli.profile_app, ["check", *run(tiny_model)[1:]])
         return result.exit_code, result.output
 
@@ -117,7 +118,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             if interrupt:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(cli, "probe", probe)
+        monkeypatch.setattr(measurement, "probe", probe)
 
     return measured
 

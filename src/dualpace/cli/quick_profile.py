@@ -13,7 +13,7 @@ import msgspec
 
 from dualpace.cli.errors import explained
 from dualpace.cli.logs import set_up_logging
-from dualpace.cli.profile import measure_and_store
+from dualpace.cli.measurement import measure_and_store
 from dualpace.core.config import EngineOptions
 
 SECONDS = 30.0

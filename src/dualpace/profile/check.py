@@ -14,13 +14,15 @@ MEDIAN_BOUND, P90_BOUND = 0.08, 0.20
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Relative errors of one operation's predictions; extrapolated: how many were marked so."""
+    """Relative errors of one operation's predictions, of which the median and the 90th percentile
+    know no sign; extrapolated: how many were marked so."""
 
     operation: Operation
     points: int
     median: float
     p90: float
     worst: Point
+    worst_error: float  # above 0 where too much was predicted
     extrapolated: int
 
     @property
@@ -61,16 +63,20 @@ def accuracy(costs: TableCostModel, measured: Iterable[Point]) -> list[Accuracy]
     errors: dict[Operation, list[tuple[float, bool, Point]]] = {}
     for point in measured:
         seconds, extrapolated = predict(costs, point)
-        error = abs(seconds - point.seconds) / point.seconds
+        error = seconds / point.seconds - 1.0
         errors.setdefault(point.operation, []).append((error, extrapolated, point))
-    return [
-        Accuracy(
-            operation,
-            len(found),
-            statistics.median(error for error, _, _ in found),
-            sorted(error for error, _, _ in found)[int(0.9 * (len(found) - 1) + 0.5)],
-            max(found, key=lambda entry: entry[0])[2],
-            sum(extrapolated for _, extrapolated, _ in found),
-        )
-        for operation, found in errors.items()
-    ]
+    return [_accuracy(operation, found) for operation, found in errors.items()]
+
+
+def _accuracy(operation: Operation, found: list[tuple[float, bool, Point]]) -> Accuracy:
+    sizes = sorted(abs(error) for error, _, _ in found)
+    worst_error, _, worst = max(found, key=lambda entry: abs(entry[0]))
+    return Accuracy(
+        operation,
+        points=len(found),
+        median=statistics.median(sizes),
+        p90=sizes[int(0.9 * (len(sizes) - 1) + 0.5)],
+        worst=worst,
+        worst_error=worst_error,
+        extrapolated=sum(extrapolated for _, extrapolated, _ in found),
+    )
