@@ -47,7 +47,8 @@ from dualpace.scheduler.cpu import CpuScheduler
 from dualpace.scheduler.gated import GatedScheduler
 from dualpace.scheduler.gated_cpu import GatedCpuScheduler
 from dualpace.scheduler.gpu import GpuScheduler
-from dualpace.server.frontend import Frontend, Limits
+from dualpace.server.checks import Limits
+from dualpace.server.frontend import Frontend
 from dualpace.server.metrics import Metrics
 from dualpace.server.tokenizer import NoTokenizer
 from dualpace.supervisor import Launch, Supervisor, Timeouts

@@ -30,7 +30,8 @@ from dualpace.core.messages import (
     TokenEvent,
     Tokens,
 )
-from dualpace.server.frontend import Frontend, Limits
+from dualpace.server.checks import Limits
+from dualpace.server.frontend import Frontend
 from dualpace.server.tokenizer import NoTokenizer
 
 

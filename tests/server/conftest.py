@@ -26,7 +26,8 @@ from dualpace.core.messages import (
 from dualpace.core.request import RequestState
 from dualpace.models.token_bytes import TokenBytes
 from dualpace.server.api import create_app
-from dualpace.server.frontend import Frontend, Limits
+from dualpace.server.checks import Limits
+from dualpace.server.frontend import Frontend
 from dualpace.server.serving import Service
 
 EOS = "<|eos|>"

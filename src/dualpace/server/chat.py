@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from dualpace.core.errors import RequestError
+from dualpace.server.checks import check_text
 from dualpace.server.logprobs import chat_logprobs
 from dualpace.server.protocol import (
     AssistantMessage,
@@ -79,7 +80,8 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         {"role": message.role, "content": plain_text(index, message)}
         for index, message in enumerate(asked.messages)
     ]
-    service.frontend.check_text(sum(len(each["content"]) for each in messages), "messages")
+    characters = sum(len(each["content"]) for each in messages)
+    check_text(characters, "messages", service.frontend.limits)
     apply = service.frontend.tokenizer.apply_chat_template
     ids = await service.tokenize(lambda: apply(messages))
     request_id = f"chatcmpl-{uuid.uuid4().hex}"

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from dualpace.core.errors import RequestError
+from dualpace.server.checks import check_text
 from dualpace.server.logprobs import TextOffsets, completion_logprobs
 from dualpace.server.protocol import (
     Completion,
@@ -62,7 +63,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     prompts = split_prompts(asked.prompt)
     service.frontend.check(params, len(prompts))  # before many or long texts are tokenized
     for prompt in filter(lambda each: isinstance(each, str), prompts):
-        service.frontend.check_text(len(prompt), "prompt")
+        check_text(len(prompt), "prompt", service.frontend.limits)
     encode = service.frontend.tokenizer.encode
     ids = await service.tokenize(
         lambda: [encode(p, special) if isinstance(p, str) else p for p in prompts]

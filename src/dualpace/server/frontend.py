@@ -1,8 +1,8 @@
 """The frontend: between clients, who speak of text, and the engines, who speak of tokens.
 
-It validates and numbers requests, keeps the journal, turns token events into text, and knows which
-engines answer. It knows no HTTP and no sockets: messages go out through `send` and come in through
-`on_envelope`. All of it runs on one event loop and nothing here waits, `generate` apart.
+It numbers requests that pass the checks, keeps the journal, turns token events into text, and knows
+which engines answer. It knows no HTTP and no sockets: messages go out through `send` and come in
+through `on_envelope`. All of it runs on one event loop and nothing here waits, `generate` apart.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
-from dualpace.core.errors import CapacityError, EngineError, RequestError
+from dualpace.core.errors import EngineError, RequestError
 from dualpace.core.messages import (
     CPU,
     GPU,
@@ -32,6 +30,14 @@ from dualpace.core.messages import (
 )
 from dualpace.core.request import FinishReason, RequestState
 from dualpace.core.sampling import SamplingParams
+from dualpace.server.checks import (
+    Limits,
+    check_output,
+    check_params,
+    check_prompt,
+    check_room,
+    verified,
+)
 from dualpace.server.detokenizer import OutputText
 from dualpace.server.errors import NotReadyError
 from dualpace.server.journal import Journal, JournalEntry, Released
@@ -40,19 +46,6 @@ from dualpace.server.stream import Delta, Stream
 from dualpace.server.tokenizer import NO_TOKENIZER, NoTokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
-
-MAX_CHOICES = 4096  # of one client request: prompts times n
-MAX_TOKEN_CHARACTERS = 128  # no tokenizer that we know of has longer tokens
-MAX_STOP_CHARACTERS = 1024  # of one stop string: each new token is compared with it
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the model allows: lengths in tokens, ids below `vocab_size`."""
-
-    max_model_len: int
-    vocab_size: int
-    eos_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -181,9 +174,10 @@ class Frontend:
         """
         params = self.check(params, len(prompts))
         for prompt in prompts:
-            self._check_prompt(prompt, param)
+            check_prompt(prompt, param, self.limits)
+            check_room(len(prompt), param, self._longest, self.given_up)
             if must_fit is not None and params.max_tokens is not None:
-                self._check_output(len(prompt), params.max_tokens, must_fit)
+                check_output(len(prompt), params.max_tokens, must_fit, self.longest, self.limits)
         lists = [list(prompt) for prompt in prompts]
         # The arrival number makes an id unique for ever, as the engines' protocol asks of it.
         base = request_id or uuid.uuid4().hex
@@ -236,76 +230,11 @@ class Frontend:
         """
         if not self.accepting:
             raise NotReadyError(f"engines not ready: {', '.join(self.missing) or 'starting'}")
-        params = _verified(params)
-        if prompts * params.n > MAX_CHOICES:
-            raise RequestError(
-                f"{prompts} prompts with n={params.n} are more than {MAX_CHOICES} choices",
-                param="n" if params.n > 1 else "prompt",
-            )
+        params = verified(params)
+        check_params(params, prompts, self.limits)
         if params.stop and isinstance(self.tokenizer, NoTokenizer):
             raise RequestError(NO_TOKENIZER, param="stop")
-        if any(len(stop) > MAX_STOP_CHARACTERS for stop in params.stop or ()):
-            raise RequestError(
-                f"a stop string is longer than {MAX_STOP_CHARACTERS} characters", param="stop"
-            )
-        for token_id in params.stop_token_ids or ():
-            self._check_id(token_id, "stop_token_ids")
-        for token_id in params.logit_bias or ():
-            self._check_id(token_id, "logit_bias")
         return params
-
-    def check_text(self, characters: int, param: str) -> None:
-        """Refuse a prompt that is too long whatever its tokens, before time is spent on them."""
-        most = self.limits.max_model_len * MAX_TOKEN_CHARACTERS
-        if characters > most:
-            raise RequestError(
-                f"the prompt has {characters} characters, more than {self.limits.max_model_len} "
-                f"tokens, the maximum model length, can hold",
-                param=param,
-            )
-
-    def _check_prompt(self, prompt: Sequence[int], param: str) -> None:
-        size, limits = len(prompt), self.limits
-        if size == 0:
-            raise RequestError("the prompt is empty: it has no tokens", param=param)
-        if size >= limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {size} tokens, which leaves no room for output: "
-                f"the maximum model length is {limits.max_model_len} tokens",
-                param=param,
-            )
-        if size + 1 > max(self._longest.values()):
-            held = ", ".join(f"{name} {tokens}" for name, tokens in self._longest.items())
-            held += "".join(f", {name} is down" for name in self.given_up)
-            raise CapacityError(
-                f"the prompt has {size} tokens and needs KV room for {size + 1}, "
-                f"more than any pool has (tokens: {held})",
-                param=param,
-            )
-        for token_id in prompt:
-            self._check_id(token_id, param)
-
-    def _check_output(self, size: int, max_tokens: int, param: str) -> None:
-        if size + max_tokens <= self.longest:
-            return
-        if self.longest == self.limits.max_model_len:
-            bound = f"the maximum model length is {self.longest} tokens"
-        else:
-            bound = f"the largest KV pool holds {self.longest} tokens of a request"
-        raise RequestError(
-            f"{param}={max_tokens} is too large: {bound}, and the prompt has {size}, which leaves "
-            f"{self.longest - size}",
-            param=param,
-        )
-
-    def _check_id(self, token_id: int, param: str) -> None:
-        if type(token_id) is not int:  # no engine could decode the message it travels in
-            raise RequestError(f"token id {token_id!r} is not an integer", param=param)
-        if not 0 <= token_id < self.limits.vocab_size:
-            raise RequestError(
-                f"token id {token_id} is outside the vocabulary of {self.limits.vocab_size} ids",
-                param=param,
-            )
 
     # -- messages of the engines -----------------------------------------------------------------
 
@@ -418,20 +347,3 @@ class Frontend:
         choice = self._choices.pop(request_id)
         self.journal.close(request_id)
         self.metrics.finished(choice.entry.last_engine, reason, time.monotonic() - choice.started)
-
-
-def _verified(params: SamplingParams) -> SamplingParams:
-    """A copy that has been through every check of types and values.
-
-    A Python caller may have given any type, or changed a field since; what has the wrong type would
-    end the engine that decodes it.
-    """
-    try:
-        return msgspec.convert(msgspec.structs.asdict(params), SamplingParams)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, RequestError):
-            raise error.__cause__ from None
-        # The path is "$.name", "$.name[…]", or "key in $.name" where a key has the wrong type.
-        message, _, path = str(error).partition(" - at `")
-        param = path.partition("$.")[2].partition("[")[0].rstrip("`")
-        raise RequestError(f"{param}: {message}", param=param) from None
