@@ -7,10 +7,12 @@ from collections import Counter
 
 import pytest
 
+from dualpace.core.plan import Route
 from dualpace.policy.chunks import paced_budget
 from dualpace.policy.cost_model import Point, TableCostModel, cpu_step, gpu_step
 from dualpace.policy.dualpace import DualPacePolicy
 from dualpace.policy.host import (
+    ADMITTED,
     HYSTERESIS,
     HostRules,
     default_itl_target,
@@ -133,20 +135,24 @@ def test_no_route_is_taken_that_the_engine_cannot_run_or_nobody_has_measured() -
 
 
 def test_the_host_takes_no_more_requests_than_it_can_decode_in_time() -> None:
-    """0.1 s for the weights and 1 ms for 1,000 tokens: 0.15 s are 50 such requests."""
+    """0.1 s for the weights and 1 ms for 1,000 tokens: 0.15 s are 50 such requests. By the GPU, 20
+    or up to 80 ms instead of the weights'."""
     waiting = tuple(RowView(f"r{i}", i, 1000) for i in range(60))
 
-    def reserved(rows: int, context: int) -> int:
+    def reserved(rows: int, context: int, routes: tuple[Route, ...], prompts: float) -> int:
         view = GpuView(
             now=0.0, page_tokens=PAGE, pages_total=0, pages_free=0, max_rows=256,
             max_tokens=10**6, waiting=waiting, host_open=True, host_pages_total=10**6,
-            host_pages_free=10**6, host_rows=rows, host_context=context,
+            host_pages_free=10**6, host_rows=rows, host_context=context, prefill_share=prompts,
         )  # fmt: skip
-        return len(DualPacePolicy(256, HostRules(COSTS, 0.15 + 1e-9)).plan_gpu(view).reserve)
+        rules = HostRules(COSTS, (0.15 + 1e-9) / ADMITTED, routes)
+        return len(DualPacePolicy(256, rules).plan_gpu(view).reserve)
 
-    assert reserved(0, 0) == 50
-    assert reserved(20, 40_000) == 10
-    assert reserved(50, 50_000) == 0
+    assert reserved(0, 0, ("local",), 0.5) == 50
+    assert reserved(20, 40_000, ("local",), 0.0) == 10
+    assert reserved(50, 50_000, ("local",), 0.0) == 0
+    assert reserved(90, 90_000, ("assist",), 0.0) == 40
+    assert reserved(90, 90_000, ("assist",), 0.5) == 10
 
 
 def test_prompts_leave_gpu_rows_their_target() -> None:

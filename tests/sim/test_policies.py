@@ -117,6 +117,22 @@ def test_a_request_moves_a_few_times_at_most_and_never_stands_still(seed: int) -
         assert max(gaps, default=0.0) < 3 * 0.5
 
 
+def test_a_full_host_keeps_its_target_with_nobody_waiting_a_turn() -> None:
+    """Rows grow and prompts come beside, so a host that is filled to its target has rows that sit
+    out every other iteration: twice the target, to those that it happens to."""
+    costs, hardware = machine("h200-llama-3.1-70b")
+    target = 0.3
+    load = arrive_at_once(CHAT.generate(220, seed=5))
+    policy = DualPacePolicy(256, HostRules(costs, target, ALL[1:]))
+    records = replay(load, hardware, policy, max_tokens=1024)
+    itl = summarize(records).itl_by_engine_s["cpu"]
+    assert itl.count > 10_000
+    assert itl.p50 is not None
+    assert itl.p99 is not None
+    assert 0.8 * target < itl.p50
+    assert itl.p99 < 1.2 * target
+
+
 def test_a_host_that_is_hardly_used_costs_nothing() -> None:
     """Room for one request on the host: within one percent of gpu-only."""
     load = arrive_at_once(CHAT.generate(200, seed=5))

@@ -179,8 +179,10 @@ class DualPacePolicy:
             if row.id in taken:
                 continue
             # An idle host takes one request however slow it is: a prompt may fit nowhere else.
-            if self.host and rows and not self.host.fits(rows + 1, context + row.tokens):
-                break
+            if self.host and rows:
+                more = (rows + 1, context + row.tokens)
+                if not self.host.admits(*more, view.prefill_share):
+                    break
             pages = pages_for(row.tokens + 1, view.page_tokens)
             if pages > view.host_pages_total:
                 continue

@@ -27,6 +27,9 @@ ENOUGH = 0.95
 # …within what a reader feels: no need to hurry beyond five tokens a second, nor sense in one a
 # second or less.
 FASTEST_TARGET, SLOWEST_TARGET = 0.2, 1.0
+# Rows are admitted up to this share of the target, because they grow: those that the target has no
+# room for wait a turn, which doubles their ITL.
+ADMITTED = 0.95
 TYPICAL_CONTEXT = 1024  # tokens of a request, to judge a batch that is not there yet
 SAFE_BANDWIDTH = 40e9  # bytes per second, of a host's memory
 SAFE_GPU_BANDWIDTH = 300e9  # of a GPU's
@@ -67,6 +70,13 @@ class HostRules:
         """True if some route keeps such a batch within the target."""
         return any(
             self.seconds(route, rows, context, prefill_share) <= self.cpu_itl_target
+            for route in self.routes
+        )
+
+    def admits(self, rows: int, context: int, prefill_share: float) -> bool:
+        """True if such a batch, with one that is new among them, will stay within the target."""
+        return any(
+            self.seconds(route, rows, context, prefill_share) <= ADMITTED * self.cpu_itl_target
             for route in self.routes
         )
 

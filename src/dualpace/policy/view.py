@@ -38,7 +38,8 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     positions left to compute; waiting: rows without pages (the first of them); host: the oldest
     requests of the CPU engine; moving: rows under promotion, whose GPU pages are reserved;
     demoting_pages: GPU pages that rows under demotion will give back; host_rows, host_context:
-    requests that are the CPU engine's or on their way there, and their tokens; pages_moving: GPU
+    requests that are the CPU engine's or on their way there, and their tokens; prefill_share: of
+    the last seconds of the GPU that prompts have taken; pages_moving: GPU
     pages of rows whose KV is being copied to the GPU, where one scheduler owns both tiers.
     """
 
@@ -48,6 +49,7 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     pages_free: int
     max_rows: int
     max_tokens: int
+    prefill_share: float = 0.0
     decoding: tuple[RowView, ...] = ()
     prefilling: tuple[RowView, ...] = ()
     waiting: tuple[RowView, ...] = ()
@@ -69,8 +71,9 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     promote: host rows to recall; demote: rows to move to the host; preempt: rows to recompute
     later; prefill: (row, number of positions) of the next step. Rows left in `decoding` decode.
     token_rate: tokens that one more second of the GPU would yield; prefill_share: of the time of
-    the next step. Both are for the CPU engine's choice of route. gate: host rows that decode in the
-    first and in the second half of this step, where one scheduler owns both tiers.
+    the next step that prompts will take. Both tell what the CPU engine runs beside. gate: host rows
+    that decode in the first and in the second half of this step, where one scheduler owns both
+    tiers.
     """
 
     admit: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ from dualpace.kv.ledger import TransferLedger
 from dualpace.kv.pages import PagePool, pages_for
 from dualpace.policy.view import GpuView, Policy
 from dualpace.scheduler.base import SchedulerBase
+from dualpace.scheduler.load import PrefillShare
 from dualpace.scheduler.moves import Mover
 from dualpace.scheduler.rows import HOST_PHASES, Phase, Row, by_arrival
 from dualpace.scheduler.watchdog import Watchdog
@@ -58,6 +59,7 @@ class GpuScheduler(SchedulerBase):
         self.ledger = TransferLedger()
         self.mover = Mover(self)
         self.watchdog = Watchdog(self)
+        self.prefill_share = PrefillShare()
 
     # -- drain -----------------------------------------------------------------------------------
 
@@ -129,6 +131,7 @@ class GpuScheduler(SchedulerBase):
         self.report_stats(now, len(self.rows) - len(self.queue), len(self.queue))
         self.watchdog.look(now)
         if not self.rows:
+            self.prefill_share.step(now, 0.0)
             return None
         decision = self.policy.plan_gpu(self.view(now))
         for request_id in decision.preempt:
@@ -142,7 +145,8 @@ class GpuScheduler(SchedulerBase):
             self.admit(self.rows[request_id])
         for request_id in decision.reserve:
             self.mover.reserve(self.rows[request_id])
-        self.mover.tell_load(decision.token_rate, decision.prefill_share)
+        self.prefill_share.step(now, decision.prefill_share)
+        self.mover.tell_load(decision.token_rate, self.prefill_share.value)
         return self.build(decision.prefill)
 
     def view(self, now: float) -> GpuView:
@@ -162,6 +166,7 @@ class GpuScheduler(SchedulerBase):
             pages_free=self.pool.free,
             max_rows=self.max_rows,
             max_tokens=self.step_tokens,
+            prefill_share=self.prefill_share.value,
             decoding=tuple(row.view() for row in by_phase[Phase.DECODE]),
             prefilling=tuple(row.view() for row in by_phase[Phase.PREFILL]),
             waiting=tuple(row.view() for row in self._placeable()),
