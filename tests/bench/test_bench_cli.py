@@ -94,7 +94,7 @@ def test_a_closed_loop_is_measured_in_a_window_after_a_warm_up(server_url: str) 
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     last = json.loads(result.stdout.splitlines()[-1])
-    assert "at most 2 in flight, 1 s after 0.5 s of warm-up" in last["load"]
+    assert "at most 2 in flight; 1 s after 0.5 s of warm-up" in last["load"]
     assert 0 < last["unfinished"] <= 2
     assert last["requests"] < 3000
     window = last["window"]

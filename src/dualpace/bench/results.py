@@ -40,7 +40,7 @@ class Result:
 
     @property
     def load(self) -> str:
-        """What was asked of the server, without how the server was set up."""
+        """What was asked of the server, without how it was set up and for how long it was seen."""
         return str(self.report["load"]).partition(";")[0]
 
 

@@ -56,11 +56,12 @@ class LoopFlags:
 
     @property
     def text(self) -> str:
-        """What there is to tell of it, beginning with a comma."""
+        """What there is to tell of it, to be appended to what is asked of the server; after the
+        semicolon what is the observer's business."""
         limit = f", at most {self.max_concurrency} in flight" if self.max_concurrency else ""
         if self.duration is None:
             return limit
-        return f"{limit}, {self.duration:g} s after {self.warmup_seconds:g} s of warm-up"
+        return f"{limit}; {self.duration:g} s after {self.warmup_seconds:g} s of warm-up"
 
     @property
     def window(self) -> tuple[float, float] | None:
