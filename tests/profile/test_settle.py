@@ -15,6 +15,7 @@ from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Route
 from dualpace.policy.cost_model import Point
 from dualpace.policy.gated import GatedPolicy
+from dualpace.policy.host import ADMITTED
 from dualpace.policy.registry import make_policy
 from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.settle import host_rules, lacks_profile, settle
@@ -60,8 +61,8 @@ def test_the_target_comes_from_the_profile_unless_it_is_asked(
     with caplog.at_level(logging.INFO):
         settled = settle(OPTIONS, config(), fingerprint, 16 * GIB)
     assert settled.profile_file == str(path)
-    assert settled.cpu_itl_target == pytest.approx(0.1 + 224 * 1.024e-3)
-    assert "CPU ITL target 0.33 s (from the profile)" in caplog.text
+    assert settled.cpu_itl_target == pytest.approx((0.1 + 224 * 1.024e-3) / ADMITTED)
+    assert "CPU ITL target 0.37 s (from the profile)" in caplog.text
     asked = msgspec.structs.replace(OPTIONS, cpu_itl_target=0.5, gpu_itl_target=0.05)
     settled = settle(asked, config(), fingerprint, 16 * GIB)
     assert (settled.cpu_itl_target, settled.gpu_itl_target) == (0.5, 0.05)

@@ -29,7 +29,7 @@ ENOUGH = 0.95
 FASTEST_TARGET, SLOWEST_TARGET = 0.2, 1.0
 # Rows are admitted up to this share of the target, because they grow: those that the target has no
 # room for wait a turn, which doubles their ITL.
-ADMITTED = 0.95
+ADMITTED = 0.9
 TYPICAL_CONTEXT = 1024  # tokens of a request, to judge a batch that is not there yet
 SAFE_BANDWIDTH = 40e9  # bytes per second, of a host's memory
 SAFE_GPU_BANDWIDTH = 300e9  # of a GPU's
@@ -144,7 +144,7 @@ def runnable(costs: CostModel, routes: Sequence[Route]) -> tuple[Route, ...]:
 def default_itl_target(
     costs: CostModel, routes: Sequence[Route], max_rows: int, gpu_tokens: int | None
 ) -> float:
-    """The time of the smallest batch with which the host gains nearly all that it can, seconds.
+    """Seconds, up to which the smallest batch that gains nearly all that it can is admitted.
 
     gpu_tokens: KV room of the GPU, None if it is not known yet.
     """
@@ -162,7 +162,7 @@ def default_itl_target(
     most = max(gains)  # below zero where every assist takes more from the GPU than it adds
     least = min(ENOUGH * most, most)
     enough = next(t for t, gain in zip(times, gains, strict=True) if gain >= least)
-    return min(max(enough, FASTEST_TARGET), SLOWEST_TARGET)
+    return min(max(enough / ADMITTED, FASTEST_TARGET), SLOWEST_TARGET)
 
 
 def gpu_token_rate(costs: CostModel, gpu_tokens: int, max_rows: int) -> float:
