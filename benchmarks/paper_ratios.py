@@ -64,6 +64,10 @@ def main() -> None:
     parser.add_argument("--ours", default="dualpace", help="the line that others are compared with")
     args = parser.parse_args()
     lines = read_lines(args.files)
+    if args.ours not in lines:
+        parser.error(
+            f"no report of {args.ours!r} with a request rate; there are {', '.join(lines)}"
+        )
     made = [compare(lines, args.ours, comparison) for comparison in COMPARISONS]
     console = Console(width=110)
     for comparison, ratios in zip(COMPARISONS, made, strict=True):
