@@ -91,7 +91,16 @@ def main() -> None:
 
 
 def as_json(reports: list[dict[str, Any]]) -> str:
-    return json.dumps({"sweep": reports}, allow_nan=False, separators=(",", ":"))
+    return json.dumps({"sweep": shortened(reports)}, allow_nan=False, separators=(",", ":"))
+
+
+def shortened(value: Any) -> Any:
+    """To the microsecond: a sweep's digits beyond that are most of its size."""
+    if isinstance(value, dict):
+        return {key: shortened(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shortened(item) for item in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def with_rooms(profile: Profile, host_kv: list[str], name: str) -> list[Profile]:
