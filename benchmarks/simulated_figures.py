@@ -2,11 +2,12 @@
 
     python benchmarks/simulated_figures.py --trace AzureLLMInferenceTrace_conv.csv
 
-One row for each policy and request rate: output rate, normalized latency, TTFT and ITL at their
-tails, and the longest that a stream stood still; JSON last, for `dualpace bench figures`. `gated`
-counts NEO's 0.8 ms for a launch in each layer; `gated-free` counts none, which is the best that
-gating could be (neither is charged for launches); `dualpace-local` has no help from the GPU. By
-default on a modelled RTX 4090 with a 12-core Xeon: ratios, not times, are what it can tell.
+One row for each policy, request rate and, with `--host-kv`, KV room on the host: output rate, what
+of it the CPU attended for, normalized latency, TTFT and ITL at their tails, and the longest that a
+stream stood still; JSON last, for `dualpace bench figures`. `gated` counts NEO's 0.8 ms for a
+launch in each layer; `gated-free` counts none, which is the best that gating could be (neither is
+charged for launches); `dualpace-local` has no help from the GPU. By default on a modelled RTX 4090
+with a 12-core Xeon: ratios, not times, are what it can tell.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ from dualpace.cli.replays import today
 from dualpace.policy.gated import GatedPolicy
 from dualpace.policy.view import Policy
 from dualpace.profile.shipped import open_profile, shipped_names
+from dualpace.profile.table import Profile
 from dualpace.profile.what_if import what_if
 from dualpace.sim.machine import Machine
 
 POLICIES = ("gpu-only", "gated", "gated-free", "dualpace-local", "dualpace")
+MAX_TOKENS = 1024
 
 
 def main() -> None:
@@ -48,10 +51,15 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="Azure trace; default: log-normal lengths")
     parser.add_argument("--num-requests", type=int, default=300)
     parser.add_argument("--rates", default="2,2.5,3,3.5,inf", help="requests per second")
-    parser.add_argument("--max-tokens", type=int, default=1024, help="of a GPU step")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--host-kv", default="", help="rooms to compare, such as 8GiB,2x")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a GPU step")
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--json", type=Path, help="also write the JSON here")
+    parser.add_argument("--json", help="also write it here; with {policy} in it, a file for each")
     args = parser.parse_args()
+    policies = args.policies.split(",")
+    if not set(policies) <= set(POLICIES):
+        parser.error(f"--policies are {', '.join(POLICIES)}, got {args.policies}")
 
     profile = what_if(open_profile(args.profile), args.what_if)
     if args.trace:
@@ -62,22 +70,43 @@ def main() -> None:
     most = min(args.max_model_len, Machine(profile).largest_request("gated"))
     lengths, clipped = clip_lengths(lengths, most)
     results = [
-        measure(profile, name, source, rate, lengths, args.max_tokens)
+        measure(changed, name, source, rate, lengths, args.max_tokens)
         for rate in map(float, args.rates.split(","))
-        for name in POLICIES
+        for name in policies
         if policy_of(Machine(profile), name) is not None
+        for changed in with_rooms(profile, args.host_kv.split(","), name)
     ]
-    console = Console(width=130)
+    console = Console(width=140)
     console.print(
         f"{profile.model} on {profile.fingerprint.hardware}, {profile.gpu_kv_tokens} tokens of GPU "
         f"KV; {len(lengths)} requests, {clipped} clipped to {most} tokens\n{profile.note}",
         markup=False, highlight=False,
     )  # fmt: skip
     console.print(table(results))
-    line = json.dumps({"sweep": results}, allow_nan=False)
     if args.json:
-        args.json.write_text(line + "\n")
-    print(line)
+        for name in policies if "{policy}" in args.json else [""]:
+            own = [each for each in results if name in ("", each["policy"])]
+            Path(args.json.replace("{policy}", name)).write_text(as_json(own) + "\n")
+    print(as_json(results))
+
+
+def as_json(reports: list[dict[str, Any]]) -> str:
+    return json.dumps({"sweep": shortened(reports)}, allow_nan=False, separators=(",", ":"))
+
+
+def shortened(value: Any) -> Any:
+    """To the microsecond: a sweep's digits beyond that are most of its size."""
+    if isinstance(value, dict):
+        return {key: shortened(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shortened(item) for item in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def with_rooms(profile: Profile, host_kv: list[str], name: str) -> list[Profile]:
+    """The profile with each of these KV rooms on the host; once where the policy uses none."""
+    rooms = host_kv[:1] if name == "gpu-only" else host_kv
+    return [what_if(profile, f"host_kv={room}" if room else "") for room in rooms]
 
 
 def arriving(lengths: list[LoadRequest], rate: float) -> list[LoadRequest]:
@@ -102,7 +131,12 @@ def policy_of(machine: Machine, name: str) -> Policy | None:
 
 
 def measure(
-    profile: Any, name: str, source: str, rate: float, lengths: list[LoadRequest], max_tokens: int
+    profile: Profile,
+    name: str,
+    source: str,
+    rate: float,
+    lengths: list[LoadRequest],
+    max_tokens: int,
 ) -> dict[str, Any]:
     """A report as of `dualpace simulate`."""
     machine = Machine(profile)
@@ -111,14 +145,15 @@ def measure(
     summary = summarize(machine.replay(arriving(lengths, rate), policy, max_tokens)[0])
     assert not summary.failed, summary.failures
     timing = "all at once" if math.isinf(rate) else f"Poisson at {rate:g}/s"
+    modelled = profile.note.startswith("MODELLED")  # no such machine was ever measured
     circumstances = Circumstances(
         model=f"{profile.model} (simulated)",
         base_url="",
-        hardware=profile.fingerprint.hardware,
+        hardware=("a model of " if modelled else "") + profile.fingerprint.hardware,
         date=today(),
         load=f"{len(lengths)} requests, {source}, {timing}; {name}",
         version=describe_version(),
-        label=name,
+        label=name if max_tokens == MAX_TOKENS else f"{name}, steps of {max_tokens}",
         source=source,
         request_rate=None if math.isinf(rate) else rate,
         simulated=True,
@@ -135,8 +170,8 @@ def measure(
 def table(reports: list[dict[str, Any]]) -> Table:
     made = Table(title="simulated", title_justify="left")
     for title in (
-        "req/s", "policy", "output tok/s", "norm. ms/tok", "latency p99 s", "TTFT p50 s", "p99",
-        "ITL p50 ms", "p99", "longest s",
+        "req/s", "policy", "host KV", "output tok/s", "CPU", "norm. ms/tok", "latency p99 s",
+        "TTFT p50 s", "p99", "ITL p50 ms", "p99", "longest s",
     ):  # fmt: skip
         made.add_column(title, justify="left" if title == "policy" else "right")
     base = {
@@ -144,7 +179,7 @@ def table(reports: list[dict[str, Any]]) -> Table:
         for each in reports
         if each["policy"] == "gpu-only"
     }
-    for each in reports:
+    for index, each in enumerate(reports):
         rate, output = each["request_rate"], each["output_tokens_per_s"]
         itl = each["itl_s"]
         times = (
@@ -155,9 +190,11 @@ def table(reports: list[dict[str, Any]]) -> Table:
         made.add_row(
             "inf" if rate is None else f"{rate:g}",
             each["policy"],
-            f"{output:.0f} ({output / base[rate]:.2f}×)",
+            f"{each['host_kv_tokens']:,}",
+            f"{output:.0f}" + (f" ({output / base[rate]:.2f}×)" if rate in base else ""),
+            f"{each['tokens_by_engine'].get('cpu', 0) / each['output_tokens']:.0%}",
             *(f"{value:.3g}" for value in times),
-            end_section=each["policy"] == POLICIES[-1],
+            end_section=each is reports[-1] or reports[index + 1]["request_rate"] != rate,
         )
     return made
 

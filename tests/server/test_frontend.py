@@ -30,6 +30,19 @@ async def test_each_token_is_one_delta_that_names_its_engine(engines, byte_level
     assert engines.aborts == []
 
 
+async def test_a_token_that_the_cpu_attended_for_in_a_gated_step_names_the_cpu(engines, byte_level):
+    engines.ready()
+    engines.script = None
+    ids = byte_level.encode(" lazy")
+    stream = engines.frontend.submit([byte_level.encode("the")], SamplingParams(max_tokens=2))
+    name = engines.submits[0].id
+    events = TokenEvent(name, 0, 0, ids[0]), TokenEvent(name, 0, 1, ids[1], "length", attended=True)
+    for event in events:
+        engines.frontend.on_envelope(engines.tokens("gpu", event))
+        (delta,) = await stream.take()
+        assert delta.engine == ("cpu" if event.attended else "gpu")
+
+
 async def test_a_request_of_a_dead_engine_goes_on_where_it_was(engines, byte_level):
     engines.ready()
     engines.script = None

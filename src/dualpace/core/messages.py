@@ -60,6 +60,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     """Token `index` (0 = first output token) of a request.
 
     A finish carries its reason; its count is `index + 1`. `logprobs` come where the request asked.
+    `attended`: in a gated step the GPU engine's, for which the CPU engine did the attention.
     """
 
     request_id: str
@@ -68,9 +69,10 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     token_id: int
     finish: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
+    attended: bool = False
 
 
-def token_event(state: RequestState, index: int) -> TokenEvent:
+def token_event(state: RequestState, index: int, *, attended: bool = False) -> TokenEvent:
     """What there is to tell of output token `index`; the last one tells of the end, if it is."""
     return TokenEvent(
         state.id,
@@ -79,6 +81,7 @@ def token_event(state: RequestState, index: int) -> TokenEvent:
         state.output[index],
         state.finish_reason if index + 1 == len(state.output) else None,
         state.logprobs[index] if state.logprobs else None,
+        attended,
     )
 
 

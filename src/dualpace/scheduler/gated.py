@@ -287,12 +287,13 @@ class GatedScheduler(SchedulerBase):
         self.step_tokens = min(2 * self.step_tokens, self.most_tokens)
         if self.attendant is not None and any(row.gated for row in batch.rows):
             self.attendant.succeeded()
-        for index, (row, _) in enumerate(self._ended(batch)):
+        for index, (row, part) in enumerate(self._ended(batch)):
             token = result.tokens[index]
             if row is None or token is None:
                 continue
             row.state.append(token, result.logprobs.get(index))
-            self.emit_token(token_event(row.state, len(row.state.output) - 1))
+            last = len(row.state.output) - 1
+            self.emit_token(token_event(row.state, last, attended=part.gated))
             if row.state.finish_reason is not None:
                 self.end(row)
 

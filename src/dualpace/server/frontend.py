@@ -244,7 +244,7 @@ class Frontend:
         match envelope.body:
             case Tokens(events):
                 for event in events:
-                    self._on_token(event, engine)
+                    self._on_token(event, CPU if event.attended else engine)
             case Failed(request_id, epoch, reason):
                 entry = self.journal.get(request_id)
                 if entry is not None and epoch >= entry.min_epoch:

@@ -298,11 +298,12 @@ class World:
         for envelope in self.port.drain():
             body = envelope.body
             if isinstance(body, Tokens):
-                engine: EngineName = "gpu" if envelope.sender == GPU else "cpu"
+                sender: EngineName = "gpu" if envelope.sender == GPU else "cpu"
                 for event in body.events:
                     stream = self.streams[event.request_id]
                     if event.epoch < stream.epoch:
                         continue
+                    engine = "cpu" if event.attended else sender
                     token = (event.token_id, self.clock.now, engine)
                     known = stream.tokens.setdefault(event.index, token)
                     assert known[0] == event.token_id, f"token {event.index} came out differently"
