@@ -1,28 +1,10 @@
 #include "assist_program.h"
 
 #include <algorithm>
-#include <bit>
-#include <cstring>
 #include <stdexcept>
 
-#include "linear.h"
 
 namespace dualpace {
-namespace {
-
-void to_float(const char* from, DType dtype, size_t count, float* to) {
-  if (dtype == kFloat32) {
-    std::memcpy(to, from, count * sizeof(float));
-    return;
-  }
-  const auto* bits = reinterpret_cast<const uint16_t*>(from);
-  for (size_t i = 0; i < count; ++i) {
-    to[i] = std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
-  }
-}
-
-}  // namespace
-
 void AssistProgram::check(const std::vector<MicroBatch>& batches, const Mailbox& mailbox,
                           int64_t num_pages, int page_tokens) const {
   const auto require = [](bool ok, const char* rule) {
@@ -83,7 +65,6 @@ void AssistProgram::submit(int slot, const MicroBatch& batch, uint64_t iteration
   mailbox.submit(slot, iteration, static_cast<int>(batch.rows.size()), batch.rules);
   part.plan.build(part.rows, {config_.group(), config_.num_kv_heads, config_.head_dim},
                   page_tokens, pool_.size());
-  part.queries.resize(batch.rows.size() * static_cast<size_t>(config_.q_size()));
 }
 
 // Every thread waits for the flags by itself, which is the shortest way to the first row; then they
@@ -97,41 +78,21 @@ void AssistProgram::iterate(int slots, Mailbox& mailbox, char* arena, int thread
       if (waited != Waited::kReady) give_up(waited, slots, mailbox);
       pool_.barrier();
       if (outcome_ != Waited::kReady) return;
-      const int rows = static_cast<int>(part.rows.positions.size());
-      for (Range mine; !(mine = pool_.take(rows, 1)).empty();) {
-        take_in(layer, slot, mailbox, arena, mine.begin);
-      }
-      pool_.barrier();
+      // A row's query, then its K and V.
+      const char* from = mailbox.area<char>(slot, kQkv);
+      const size_t element = element_bytes(config_.dtype);
+      const size_t stride = width + 2 * static_cast<size_t>(config_.kv_size());
+      const AttentionQueries queries{from, stride, config_.dtype};
+      const NewTokens fresh{arena, from + width * element, stride * element};
       const AttentionOut attended{mailbox.area<char>(slot, kAttended), width, config_.dtype};
-      part.plan.attend(kernels_, cache_, arena, layer, part.rows, part.queries.data(), width,
-                       attended, thread, pool_);
+      part.plan.attend(kernels_, cache_, arena, layer, part.rows, queries, fresh, attended, thread,
+                       pool_);
       pool_.barrier();
       if (part.plan.has_splits()) {
         part.plan.merge(kernels_, attended, thread, pool_.size());
         pool_.barrier();
       }
       if (thread == 0) mailbox.post_go(slot, layer);
-    }
-  }
-}
-
-// Takes a row's query, and writes its K and V to their page.
-void AssistProgram::take_in(int layer, int slot, const Mailbox& mailbox, char* arena, int row) {
-  Part& part = parts_[static_cast<size_t>(slot)];
-  const size_t index = static_cast<size_t>(row), element = element_bytes(config_.dtype);
-  const size_t q = static_cast<size_t>(config_.q_size());
-  const size_t kv = static_cast<size_t>(config_.kv_size());
-  const size_t head_bytes = static_cast<size_t>(config_.head_dim) * element;
-  const char* from = mailbox.area<char>(slot, kQkv) + index * (q + 2 * kv) * element;
-  to_float(from, config_.dtype, q, part.queries.data() + index * q);
-  const int64_t position = part.rows.positions[index];
-  char* page = arena + static_cast<size_t>(part.rows.pages[index][position / cache_.page_tokens]) *
-                           cache_.page_bytes();
-  const size_t at = static_cast<size_t>(position % cache_.page_tokens) * head_bytes;
-  from += q * element;
-  for (int which = 0; which < 2; ++which) {
-    for (int head = 0; head < config_.num_kv_heads; ++head, from += head_bytes) {
-      std::memcpy(page + cache_.offset(layer, which, head) + at, from, head_bytes);
     }
   }
 }

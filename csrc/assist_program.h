@@ -43,7 +43,6 @@ class AssistProgram {
   struct Part {
     CacheRows rows;
     AttentionPlan plan;
-    HugeFloats queries;  // [rows][heads * head_dim]
   };
 
   void check(const std::vector<MicroBatch>& batches, const Mailbox& mailbox, int64_t num_pages,
@@ -51,7 +50,6 @@ class AssistProgram {
   void submit(int slot, const MicroBatch& batch, uint64_t iteration, int page_tokens,
               Mailbox& mailbox);
   void iterate(int slots, Mailbox& mailbox, char* arena, int thread);
-  void take_in(int layer, int slot, const Mailbox& mailbox, char* arena, int row);
   void give_up(Waited outcome, int slots, Mailbox& mailbox);
 
   const ModelConfig& config_;

@@ -1,8 +1,10 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "linear.h"
 
@@ -16,7 +18,6 @@ constexpr int kFirstParts = 2;       // per thread, were all as large as the fir
 constexpr int kLastParts = 64;       // were all as small as the last
 constexpr int kMinSplit = 128;       // about; shorter pieces cost more than they balance
 constexpr int64_t kPieces = 16;      // per thread, into which the work can be cut at least
-constexpr size_t kLine = 16;         // floats in a cache line
 
 // What AttentionArgs::scratch must hold for any instruction set.
 size_t attention_scratch_floats(int group, int head_dim, int kv_heads) {
@@ -34,7 +35,16 @@ size_t attention_scratch_floats(int group, int head_dim, int kv_heads) {
   return std::max(vectors, tiles);
 }
 
-constexpr size_t round_lines(size_t floats) { return (floats + kLine - 1) / kLine * kLine; }
+void to_float(const void* from, DType dtype, size_t count, float* to) {
+  if (dtype == kFloat32) {
+    std::memcpy(to, from, count * sizeof(float));
+    return;
+  }
+  const auto* bits = static_cast<const uint16_t*>(from);
+  for (size_t i = 0; i < count; ++i) {
+    to[i] = std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
+  }
+}
 
 }  // namespace
 
@@ -121,7 +131,7 @@ void AttentionPlan::build(const CacheRows& rows, const HeadShape& heads, int pag
                   (unit() + 2 * static_cast<size_t>(heads.group * together_)));
   scratch_stride_ =
       round_lines(attention_scratch_floats(heads.group, heads.head_dim, together_)) +
-      round_lines(unit());
+      2 * round_lines(unit());
   scratch_.resize(scratch_stride_ * static_cast<size_t>(threads) + kLine);
   const uintptr_t address = reinterpret_cast<uintptr_t>(scratch_.data());
   scratch_base_ = reinterpret_cast<float*>((address + 63) / 64 * 64);
@@ -133,20 +143,21 @@ size_t AttentionPlan::unit() const {
 }
 
 void AttentionPlan::attend(const KernelTable& kernels, const CacheShape& shape, const char* arena,
-                           int layer, const CacheRows& rows, const float* query, size_t ldq,
-                           const AttentionOut& out, int thread, ThreadPool& pool) {
+                           int layer, const CacheRows& rows, const AttentionQueries& queries,
+                           const NewTokens& fresh, const AttentionOut& out, int thread,
+                           ThreadPool& pool) {
   const int parts = static_cast<int>(bounds_.size()) - 1;
   for (Range mine; !(mine = pool.take(parts, 1)).empty();) {
     const size_t first = bounds_[static_cast<size_t>(mine.begin)];
     const size_t last = bounds_[static_cast<size_t>(mine.end)];
-    attend_tasks(kernels, shape, arena, layer, rows, query, ldq, out, thread, first, last);
+    attend_tasks(kernels, shape, arena, layer, rows, queries, fresh, out, thread, first, last);
   }
 }
 
 void AttentionPlan::attend_tasks(const KernelTable& kernels, const CacheShape& shape,
                                  const char* arena, int layer, const CacheRows& rows,
-                                 const float* query, size_t ldq, const AttentionOut& out,
-                                 int thread, size_t first, size_t last) {
+                                 const AttentionQueries& queries, const NewTokens& fresh,
+                                 const AttentionOut& out, int thread, size_t first, size_t last) {
   const size_t one_head = static_cast<size_t>(heads_.group) * static_cast<size_t>(heads_.head_dim);
   AttentionArgs args;
   args.page_stride = shape.page_bytes();
@@ -163,7 +174,15 @@ void AttentionPlan::attend_tasks(const KernelTable& kernels, const CacheShape& s
   for (size_t i = first; i < last; ++i) {
     const Task& task = tasks_[i];
     const size_t row = static_cast<size_t>(task.row), head = static_cast<size_t>(task.kv_head);
-    args.query = query + row * ldq + head * one_head;
+    const size_t at = (row * queries.stride + head * one_head) * element_bytes(queries.dtype);
+    const char* from = static_cast<const char*>(queries.base) + at;
+    if (queries.dtype == kFloat32) {
+      args.query = reinterpret_cast<const float*>(from);
+    } else {
+      to_float(from, queries.dtype, unit(), query(thread));
+      args.query = query(thread);
+    }
+    if (fresh.arena && task.end > rows.positions[row]) append(shape, layer, rows, fresh, task);
     args.keys = arena + shape.offset(layer, 0, task.kv_head);
     args.values = arena + shape.offset(layer, 1, task.kv_head);
     args.pages = rows.pages[row];
@@ -209,8 +228,27 @@ void AttentionPlan::attend_tasks(const KernelTable& kernels, const CacheShape& s
   }
 }
 
+void AttentionPlan::append(const CacheShape& shape, int layer, const CacheRows& rows,
+                           const NewTokens& fresh, const Task& task) const {
+  const size_t row = static_cast<size_t>(task.row), head = static_cast<size_t>(task.kv_head);
+  const size_t bytes = static_cast<size_t>(shape.head_dim) * element_bytes(shape.dtype);
+  const int64_t position = rows.positions[row];
+  char* page = fresh.arena + static_cast<size_t>(rows.pages[row][position / shape.page_tokens]) *
+                                 shape.page_bytes();
+  page += static_cast<size_t>(position % shape.page_tokens) * bytes;
+  const char* from = fresh.base + row * fresh.stride + head * bytes;
+  for (int which = 0; which < 2; ++which) {
+    for (int i = 0; i < together_; ++i) {
+      std::memcpy(page + shape.offset(layer, which, task.kv_head + i),
+                  from + static_cast<size_t>(i) * bytes, bytes);
+    }
+    from += static_cast<size_t>(shape.num_kv_heads) * bytes;
+  }
+}
+
 float* AttentionPlan::result(int thread) const {
-  return scratch_base_ + scratch_stride_ * static_cast<size_t>(thread + 1) - round_lines(unit());
+  return scratch_base_ + scratch_stride_ * static_cast<size_t>(thread + 1) -
+         2 * round_lines(unit());
 }
 
 void AttentionPlan::put(const KernelTable& kernels, const AttentionOut& out, int row,

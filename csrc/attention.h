@@ -37,6 +37,21 @@ struct HeadShape {
   int head_dim = 1;
 };
 
+// Rows of [kv_head][group][head_dim], `stride` elements of `dtype` apart.
+struct AttentionQueries {
+  const void* base = nullptr;
+  size_t stride = 0;
+  DType dtype = kFloat32;
+};
+
+// K and V of every row's last position, which are not in their page of `arena` yet: rows of
+// [2][kv_head][head_dim] in the cache's dtype, `stride` bytes apart. Without an arena there are none.
+struct NewTokens {
+  char* arena = nullptr;
+  const char* base = nullptr;
+  size_t stride = 0;
+};
+
 // Where results go: rows of [kv_head][group][head_dim], `stride` elements of `dtype` apart.
 struct AttentionOut {
   void* base = nullptr;
@@ -53,15 +68,18 @@ class AttentionPlan {
   bool has_splits() const { return !merges_.empty(); }
 
   // Attention of one layer, its parts shared among the threads of `pool`, all of which call it
-  // between two barriers. query: rows of [kv_head][group][head_dim], `ldq` floats apart.
+  // between two barriers. Whoever attends to a row's last position writes what is new there first.
   void attend(const KernelTable& kernels, const CacheShape& shape, const char* arena, int layer,
-              const CacheRows& rows, const float* query, size_t ldq, const AttentionOut& out,
-              int thread, ThreadPool& pool);
+              const CacheRows& rows, const AttentionQueries& queries, const NewTokens& fresh,
+              const AttentionOut& out, int thread, ThreadPool& pool);
 
   // Joins the pieces of cut units; after a barrier, and only needed if has_splits().
   void merge(const KernelTable& kernels, const AttentionOut& out, int thread, int threads);
 
  private:
+  static constexpr size_t kLine = 16;  // floats in a cache line
+  static constexpr size_t round_lines(size_t floats) { return (floats + kLine - 1) / kLine * kLine; }
+
   // A unit is a row and `together_` of its KV heads, from `kv_head` on.
   struct Task {
     int row, kv_head;
@@ -70,11 +88,18 @@ class AttentionPlan {
   };
   // Tasks [first, last), whose K and V are fetched one task ahead.
   void attend_tasks(const KernelTable& kernels, const CacheShape& shape, const char* arena,
-                    int layer, const CacheRows& rows, const float* query, size_t ldq,
-                    const AttentionOut& out, int thread, size_t first, size_t last);
+                    int layer, const CacheRows& rows, const AttentionQueries& queries,
+                    const NewTokens& fresh, const AttentionOut& out, int thread, size_t first,
+                    size_t last);
 
-  // This thread's result of one unit, on its way to AttentionOut; behind the kernels' scratch.
+  // A unit's new K and V, to their place.
+  void append(const CacheShape& shape, int layer, const CacheRows& rows, const NewTokens& fresh,
+              const Task& task) const;
+
+  // This thread's memory behind the kernels' scratch: the result of one unit, on its way to
+  // AttentionOut, and the queries of one.
   float* result(int thread) const;
+  float* query(int thread) const { return result(thread) + round_lines(unit()); }
   // Results of `count` query heads from `query_head` on.
   void put(const KernelTable& kernels, const AttentionOut& out, int row, int query_head, int count,
            const float* result) const;

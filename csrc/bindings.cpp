@@ -121,10 +121,11 @@ void attention(Engine& engine, const In<float, 3>& query, nb::handle arena,
   const nb::gil_scoped_release release;
   AttentionPlan plan;
   plan.build(rows, {heads / num_kv_heads, num_kv_heads, dim}, page_tokens, engine.pool().size());
+  const AttentionQueries queries{query.data(), stride, kFloat32};
   const AttentionOut to{out.data(), stride, kFloat32};
   engine.pool().run([&](int thread) {
-    plan.attend(engine.kernels(), shape, memory.data(), layer, rows, query.data(), stride, to,
-                thread, engine.pool());
+    plan.attend(engine.kernels(), shape, memory.data(), layer, rows, queries, {}, to, thread,
+                engine.pool());
     engine.pool().barrier();
     plan.merge(engine.kernels(), to, thread, engine.pool().size());
   });

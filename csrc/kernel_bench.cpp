@@ -239,9 +239,10 @@ AttentionBench::AttentionBench(Engine& engine, const CacheShape& shape, int grou
 double AttentionBench::run(const char* arena, int layer) {
   ThreadPool& pool = engine_.pool();
   const KernelTable& kernels = engine_.kernels();
+  const AttentionQueries queries{query_.data(), stride_, kFloat32};
   const AttentionOut out{out_.data(), stride_, kFloat32};
   return timed(pool, [&](int thread) {
-    plan_.attend(kernels, shape_, arena, layer, rows_, query_.data(), stride_, out, thread, pool);
+    plan_.attend(kernels, shape_, arena, layer, rows_, queries, {}, out, thread, pool);
     if (plan_.has_splits()) {
       pool.barrier();
       plan_.merge(kernels, out, thread, pool.size());

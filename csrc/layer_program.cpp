@@ -133,8 +133,8 @@ void LayerProgram::iterate(const std::vector<DecodeRow>& rows, int sampled, char
     // Behind the last layer's K and V only the rows that sample have a purpose.
     const int live = index + 1 < c.num_layers ? m : sampled;
     if (live == 0) return;
-    plan_.attend(kernels_, cache_, arena, index, cache_rows_, qkv_.row(0), qkv_.stride, attended,
-                 thread, pool_);
+    const AttentionQueries queries{qkv_.row(0), qkv_.stride, kFloat32};
+    plan_.attend(kernels_, cache_, arena, index, cache_rows_, queries, {}, attended, thread, pool_);
     pool_.barrier();
     if (plan_.has_splits()) {
       plan_.merge(kernels_, attended, thread, threads);

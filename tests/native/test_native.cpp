@@ -165,24 +165,43 @@ void attention_is_whole_after_a_split(const KernelTable& kernels, DType dtype, i
     rows.positions.push_back(lengths[i] - 1);
     rows.pages.push_back(tables[i].data());
   }
+  // What is at the last position comes with the queries; until it is appended, that is poison.
+  const size_t element = element_bytes(dtype), head_bytes = static_cast<size_t>(dim) * element;
+  std::vector<char> fresh(lengths.size() * 2 * kv_heads * head_bytes);
+  char* kept = fresh.data();
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const int64_t last = lengths[i] - 1;
+    char* page = arena.data() + static_cast<size_t>(tables[i].back()) * shape.page_bytes() +
+                 static_cast<size_t>(last % page_tokens) * head_bytes;
+    for (int part = 0; part < 2 * kv_heads; ++part, kept += head_bytes) {
+      char* at = page + shape.offset(1, part / kv_heads, part % kv_heads);
+      std::memcpy(kept, at, head_bytes);
+      std::memset(at, 0xff, head_bytes);
+    }
+  }
   const size_t stride = static_cast<size_t>(kv_heads * group * dim);
-  const std::vector<float> query = normal(lengths.size() * stride);
-  std::vector<float> out(query.size());
+  std::vector<char> query(lengths.size() * stride * element);
+  portable_kernels()->store[dtype](normal(lengths.size() * stride).data(),
+                                   static_cast<int>(lengths.size() * stride), query.data());
+  std::vector<float> out(lengths.size() * stride);
 
   ThreadPool pool(cpus(threads));
   AttentionPlan plan;
   plan.build(rows, {group, kv_heads, dim}, page_tokens, threads);
   CHECK(plan.has_splits());
+  const AttentionQueries queries{query.data(), stride, dtype};
+  const NewTokens last{arena.data(), fresh.data(), 2 * kv_heads * head_bytes};
   const AttentionOut to{out.data(), stride, kFloat32};
   pool.run([&](int thread) {
-    plan.attend(kernels, shape, arena.data(), 1, rows, query.data(), stride, to, thread, pool);
+    plan.attend(kernels, shape, arena.data(), 1, rows, queries, last, to, thread, pool);
     pool.barrier();
     plan.merge(kernels, to, thread, threads);
   });
 
   for (size_t row = 0; row < lengths.size(); ++row) {
     for (int head = 0; head < kv_heads * group; ++head) {
-      const float* q = query.data() + row * stride + static_cast<size_t>(head * dim);
+      const size_t first = (row * stride + static_cast<size_t>(head * dim)) * element;
+      const Source q{query.data() + first, dtype};
       std::vector<double> want(static_cast<size_t>(dim));
       double total = 0.0;
       for (int64_t t = 0; t < lengths[row]; ++t) {
@@ -194,7 +213,7 @@ void attention_is_whole_after_a_split(const KernelTable& kernels, DType dtype, i
           return static_cast<double>(source.at(static_cast<size_t>(t % page_tokens * dim + i)));
         };
         double score = 0.0;
-        for (int i = 0; i < dim; ++i) score += q[i] * at(0, i);
+        for (int i = 0; i < dim; ++i) score += q.at(static_cast<size_t>(i)) * at(0, i);
         const double weight = std::exp(score / std::sqrt(dim));
         total += weight;
         for (int i = 0; i < dim; ++i) want[static_cast<size_t>(i)] += weight * at(1, i);
