@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from concurrent.futures import Future
@@ -112,6 +113,13 @@ def test_in_a_hurry_what_every_route_needs_is_measured_all_the_same() -> None:
     assert runnable(TableCostModel(points), ("assist",)) == ("assist",)
     assert {point.size for point in points} == {1, 64}
     assert not [point for point in points if point.operation == "assist_beside_prefill"]
+
+
+def test_a_host_with_fewer_pages_than_there_may_be_rows_is_measured_up_to_these() -> None:
+    cpu, small = CpuEngine(), dataclasses.replace(HOST, pages=40)
+    points = list(probe_assists(GpuEngine(0), cpu, NO_SEATS, small, gpu_part, 0.0, cpu.clock))
+    assert runnable(TableCostModel(points), ("assist", "assist2")) == ("assist", "assist2")
+    assert {point.size for point in points} == {1, 40}
 
 
 @pytest.mark.parametrize("consequence", [None, ValueError("no assist came")])

@@ -272,6 +272,14 @@ async def test_more_output_than_any_pool_holds(http, served):
     assert [state.params.max_tokens for state in served.submits] == [10]
 
 
+async def test_more_output_than_there_is_room_for_while_an_engine_is_down(http, served):
+    served.ready(gpu=10, cpu=30)
+    served.frontend.host_gone()
+    response = await http.post(COMPLETIONS, json={"prompt": [1] * 5, "max_tokens": 20})
+    error = await _refused(http, response, 400, "max_tokens")
+    assert "KV pool holds 10 tokens of a request, cpu is down" in error["message"]
+
+
 async def test_a_prompt_larger_than_any_pool(http, served):
     served.ready(gpu=10, cpu=20)
     response = await http.post(COMPLETIONS, json={"prompt": [1] * 20})

@@ -4,20 +4,68 @@ from __future__ import annotations
 
 import pytest
 
+from dualpace.core.plan import Batch
+from dualpace.core.request import RequestState
+from dualpace.core.sampling import DecodeParams
+from dualpace.policy.cost_model import Point, TableCostModel
+from dualpace.policy.dualpace import DualPacePolicy
+from dualpace.policy.host import HostRules
 from dualpace.scheduler.load import SECONDS, PrefillShare
+from dualpace.sim.world import Hardware, World
+
+DECODES, PROMPTS = 0.05, 0.4  # seconds of a step without prompts, and of one with some
 
 
 def test_steps_weigh_by_their_time_and_not_by_their_number() -> None:
     """Of 0.25 s, a step with prompts takes 0.2 and has them for three quarters of it."""
     share = PrefillShare()
     now, values = 0.0, []
-    while now < 20 * SECONDS:
-        share.step(now, 0.75)
+    for number in range(0, 400, 2):
+        share.look(now)
+        share.launched(number, 0.75)
         now += 0.2
-        share.step(now, 0.0)
+        share.ended(number)
+        share.look(now)
+        share.launched(number + 1, 0.0)
         now += 0.05
+        share.ended(number + 1)
         values.append(share.value)
     assert values[-1] == pytest.approx(0.75 * 0.2 / 0.25, abs=0.05)
     assert max(values) - min(values[len(values) // 2 :]) < 0.1
-    share.step(now + SECONDS, 0.0)
+    share.look(now)
+    share.look(now + SECONDS)
     assert share.value == pytest.approx(values[-1] / 2.718, rel=0.1)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_counts_for_as_long_as_it_runs_also_if_another_one_is_planned_meanwhile(
+    depth: int,
+) -> None:
+    """A prompt now and then beside one row's decodes."""
+    points = [Point("cpu_iteration", size, context, 1.0) for size in (1, 9) for context in (0, 99)]
+    for size in (1, 1000):
+        for context in (0, 9999):
+            points.append(Point("gpu_decode", size, context, DECODES))
+            points.append(Point("gpu_prefill", size, context, PROMPTS))
+    spent = {True: 0.0, False: 0.0}  # seconds, by whether there were prompts
+
+    def gpu_step(batch: Batch) -> float:
+        prompts = batch.num_tokens > len(batch.rows)
+        seconds = PROMPTS if prompts else DECODES
+        spent[prompts] += seconds
+        return seconds
+
+    hardware = Hardware(
+        gpu_pages=1000, host_pages=0, gpu_step=gpu_step, cpu_step=lambda batch: 1.0,
+        copy=lambda job: 0.0, delay=lambda sender, to: 0.0,
+    )  # fmt: skip
+    policy = DualPacePolicy(8, HostRules(TableCostModel(points), 1.0))
+    world = World(hardware, policy, gpu_depth=depth)
+    for number in range(20):
+        output = 1000 if number == 0 else 1
+        params = DecodeParams(max_tokens=output)
+        world.submit(number, RequestState(f"r{number}", number, 0, [1] * 64, [], params))
+    world.run(20.0)
+    share = (1.0 - DECODES / PROMPTS) * spent[True] / (spent[True] + spent[False])
+    assert 0.2 < share < 0.5
+    assert world.gpu_scheduler.prefill_share.value == pytest.approx(share, abs=0.08)

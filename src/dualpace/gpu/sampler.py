@@ -13,7 +13,7 @@ and in any batch. The C++ engine implements the same definition.
 NaN logits count as -inf. T = 0 is the argmax, lowest id on a tie, and so is a row whose largest s
 is not finite. Logprobs are of the logits before any of this.
 
-Nothing here waits for the device: what is known on the host travels in one copy, and every size is
+Nothing here waits for the device: what is known on the host is uploaded at once, and every size is
 the host's.
 """
 

@@ -56,7 +56,9 @@ def copy_words(source: Tensor, target: Tensor) -> None:
     _copy_words[(triton.cdiv(count, COPY_BLOCK),)](source, target, count, BLOCK=COPY_BLOCK)
 
 
-@triton.jit
+# One kernel for all counts: Triton would compile one for 1 and one for multiples of 16, and load
+# them when they are first met, which may wait for an assisted iteration.
+@triton.jit(do_not_specialize=["count"])
 def _copy_words(source, target, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + index, tl.load(source + index, mask=index < count), mask=index < count)

@@ -66,19 +66,13 @@ class HostRules:
         seconds = max(self.seconds(route, rows, context, prefill_share), 1e-9)
         return (rows - stolen(self.costs, route, rows) * token_rate) / seconds, seconds
 
-    def fits(self, rows: int, context: int, prefill_share: float = 0.0) -> bool:
-        """True if some route keeps such a batch within the target."""
-        return any(
-            self.seconds(route, rows, context, prefill_share) <= self.cpu_itl_target
-            for route in self.routes
-        )
+    def quickest(self, rows: int, context: int, prefill_share: float = 0.0) -> float:
+        """Seconds of a CPU iteration by the route that takes the fewest."""
+        return min(self.seconds(route, rows, context, prefill_share) for route in self.routes)
 
     def admits(self, rows: int, context: int, prefill_share: float) -> bool:
         """True if such a batch, with one that is new among them, will stay within the target."""
-        return any(
-            self.seconds(route, rows, context, prefill_share) <= ADMITTED * self.cpu_itl_target
-            for route in self.routes
-        )
+        return self.quickest(rows, context, prefill_share) <= ADMITTED * self.cpu_itl_target
 
     def choose(
         self, contexts: Sequence[int], token_rate: float, prefill_share: float, current: Route
@@ -183,8 +177,8 @@ def why_no_help(
     room = min(max_rows, host_tokens // TYPICAL_CONTEXT)
     if room < 1:
         return f"its KV room of {host_tokens} tokens holds no request of {TYPICAL_CONTEXT}"
-    if not rules.fits(1, TYPICAL_CONTEXT):
-        seconds = min(rules.seconds(route, 1, TYPICAL_CONTEXT, 0.0) for route in rules.routes)
+    seconds = rules.quickest(1, TYPICAL_CONTEXT)
+    if seconds > rules.cpu_itl_target:
         return (
             f"a single request would take {seconds:.2f} s a token there, more than the "
             f"{rules.cpu_itl_target:.2f} s of --cpu-itl-target"

@@ -86,7 +86,8 @@ def probe_assists(
     beside. Raises what a step raises.
     """
     measure = _Probe(gpu, cpu, host_room, clock, clock() + seconds)
-    sizes = [host_room.max_rows, *(rows for rows in reversed(ROWS) if rows < host_room.max_rows)]
+    most = min(host_room.max_rows, host_room.pages)
+    sizes = [most, *(rows for rows in reversed(ROWS) if rows < most)]
     sizes.insert(1, sizes.pop())
     decodes = _decodes(gpu_room)
     prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
@@ -94,14 +95,12 @@ def probe_assists(
     for number, rows in enumerate(sizes):
         if number > 1 and measure.late:
             return
-        whole = measure.iteration(rows, rows)
-        if whole is None:
-            continue
+        whole = measure.shortest(rows, "assisted")
         # What rows cost the CPU that attend to a token each, and the rest, when nothing is beside.
         host = max(0.0, whole - dense_seconds(rows))
         dense = alone = whole - host
         yield Point("cpu_attention", rows, 0, host)
-        two = measure.iteration(rows, rows, "assisted2") or whole
+        two = measure.shortest(rows, "assisted2")
         stolen = stolen2 = 0.0
         if decodes is not None:
             beside, stolen = measure.iteration_beside(decodes, quiet, rows, "assisted")
@@ -161,6 +160,12 @@ class _Probe:
             time.sleep(seconds)
         return statistics.median(steps.times[DEPTH:] or steps.times)
 
+    def shortest(self, rows: int, operation: Whole) -> float:
+        """Seconds of one that attends to next to nothing: a token a row."""
+        seconds = self.iteration(rows, rows, operation)
+        assert seconds is not None
+        return seconds
+
     def iteration(self, rows: int, context: int, operation: Whole = "assisted") -> float | None:
         """Seconds of one, the median of a few; None if there is no room for it."""
         batch = make_batch(operation, rows, context, self.room)
@@ -176,13 +181,12 @@ class _Probe:
     def iteration_beside(
         self, batch: Batch, quiet: float, rows: int, operation: Whole
     ) -> tuple[float, float]:
-        """Seconds of one that attends to next to nothing, and how many of these the GPU's steps
-        beside it, which take `quiet` seconds by themselves, have lost."""
+        """Seconds of the shortest, and how many of these the GPU's steps beside it, which take
+        `quiet` seconds by themselves, have lost."""
         with Beside(self.gpu, batch, self.clock) as steps:
             before = len(steps.times)
-            whole = self.iteration(rows, rows, operation)
+            whole = self.shortest(rows, operation)
             beside = steps.times[before:] or steps.times
-        assert whole is not None
         return whole, whole * max(0.0, 1.0 - quiet / statistics.fmean(beside))
 
 

@@ -130,8 +130,8 @@ class GpuScheduler(SchedulerBase):
     def plan(self, now: float) -> Batch | None:
         self.report_stats(now, len(self.rows) - len(self.queue), len(self.queue))
         self.watchdog.look(now)
+        self.prefill_share.look(now)
         if not self.rows:
-            self.prefill_share.step(now, 0.0)
             return None
         decision = self.policy.plan_gpu(self.view(now))
         for request_id in decision.preempt:
@@ -145,9 +145,11 @@ class GpuScheduler(SchedulerBase):
             self.admit(self.rows[request_id])
         for request_id in decision.reserve:
             self.mover.reserve(self.rows[request_id])
-        self.prefill_share.step(now, decision.prefill_share)
         self.mover.tell_load(decision.token_rate, self.prefill_share.value)
-        return self.build(decision.prefill)
+        batch = self.build(decision.prefill)
+        if batch is not None:
+            self.prefill_share.launched(batch.number, decision.prefill_share)
+        return batch
 
     def view(self, now: float) -> GpuView:
         """The books as the policy may see them."""
@@ -284,6 +286,7 @@ class GpuScheduler(SchedulerBase):
 
     def _let_go(self, batch: Batch) -> None:
         self.step_ended(batch.number)
+        self.prefill_share.ended(batch.number)
         for part in batch.rows:
             if part.tier == "host":
                 self.mover.land(part.request_id)

@@ -93,27 +93,38 @@ def check_room(
     """
     if size + 1 > max(longest.values()):
         held = ", ".join(f"{name} {tokens}" for name, tokens in longest.items())
-        held += "".join(f", {name} is down" for name in given_up)
         raise CapacityError(
             f"the prompt has {size} tokens and needs KV room for {size + 1}, "
-            f"more than any pool has (tokens: {held})",
+            f"more than any pool has (tokens: {held}{_down(given_up)})",
             param=param,
         )
 
 
-def check_output(size: int, max_tokens: int, param: str, longest: int, limits: Limits) -> None:
-    """Refuse more tokens than fit behind a prompt of `size`. longest: most of a request."""
+def check_output(
+    size: int,
+    max_tokens: int,
+    param: str,
+    longest: int,
+    limits: Limits,
+    given_up: Sequence[EngineName],
+) -> None:
+    """Refuse more tokens than fit behind a prompt of `size`. longest: most of a request; given_up:
+    engines that are down, without which there may be less room than there was."""
     if size + max_tokens <= longest:
         return
     if longest == limits.max_model_len:
         bound = f"the maximum model length is {longest} tokens"
     else:
-        bound = f"the largest KV pool holds {longest} tokens of a request"
+        bound = f"the largest KV pool holds {longest} tokens of a request{_down(given_up)}"
     raise RequestError(
         f"{param}={max_tokens} is too large: {bound}, and the prompt has {size}, which leaves "
         f"{longest - size}",
         param=param,
     )
+
+
+def _down(engines: Sequence[EngineName]) -> str:
+    return "".join(f", {name} is down" for name in engines)
 
 
 def _check_id(token_id: int, param: str, limits: Limits) -> None:

@@ -177,7 +177,10 @@ class Frontend:
             check_prompt(prompt, param, self.limits)
             check_room(len(prompt), param, self._longest, self.given_up)
             if must_fit is not None and params.max_tokens is not None:
-                check_output(len(prompt), params.max_tokens, must_fit, self.longest, self.limits)
+                check_output(
+                    len(prompt), params.max_tokens, must_fit, self.longest, self.limits,
+                    self.given_up,
+                )  # fmt: skip
         lists = [list(prompt) for prompt in prompts]
         # The arrival number makes an id unique for ever, as the engines' protocol asks of it.
         base = request_id or uuid.uuid4().hex

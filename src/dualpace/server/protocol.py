@@ -1,7 +1,7 @@
 """Requests and responses of the OpenAI API, as far as DualPace speaks it, and vLLM's extra fields.
 
-Types only, and which fields are refused: all that are not known to have no effect on the answer, as
-one that a client could rely on must not be dropped in silence.
+Types only, and which fields are refused: all that are neither obeyed nor known to have no effect on
+the answer, as one that a client could rely on must not be dropped in silence.
 """
 
 from __future__ import annotations
