@@ -368,7 +368,8 @@ class Supervisor:
                 f"the CPU engine died {self._cpu_deaths} times, and the GPU engine holds no KV"
             )
         logger.error(
-            "the CPU engine died %d times in a row: going on without host KV; next try in %g s",
+            "the CPU engine did not come up or died, %d times in a row: going on without host KV; "
+            "next try in %g s",
             self._cpu_deaths, pause,
         )  # fmt: skip
         self.port.send(GPU, HostGone())

@@ -5,12 +5,14 @@ Translates between batches and the cost model's questions; schedules nothing.
 
 from __future__ import annotations
 
+import math
+
 from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Batch, BatchRow, CopyJob
 from dualpace.policy.cost_model import CostModel, Estimate, cpu_step, gpu_step, stolen
 from dualpace.sim.world import Hardware
 
-SMOOTHING = 0.2  # weight of the last step in what counts as "of late"
+RECENT_SECONDS = 0.5  # about an iteration: what of the GPU's past tells what it will run beside
 MOST_STOLEN = 0.9  # of the GPU's time, by assists
 MESSAGE_DELAY = 50e-6  # seconds from send to receipt between two processes, over ZeroMQ ipc
 
@@ -63,7 +65,8 @@ class Durations:
         seconds = self._count(step)
         decodes = self._costs.gpu_decode(rows, context).seconds if rows else 0.0
         share = max(0.0, 1.0 - decodes / seconds)
-        self._prefill_share += SMOOTHING * (share - self._prefill_share)
+        kept = math.exp(-seconds / RECENT_SECONDS)
+        self._prefill_share = kept * self._prefill_share + (1.0 - kept) * share
         delay = min(self._owed, seconds * self._stolen_share / (1.0 - self._stolen_share))
         self._owed -= delay
         return seconds + delay
