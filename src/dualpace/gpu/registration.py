@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 * 2**20  # takes some tens of milliseconds
 HOLD_SECONDS = 0.2  # for which assisted iterations may be kept waiting
+HUGE_PAGE = 2 * 2**20
 MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
 
@@ -97,19 +99,38 @@ class Registration:
 
     def _prepare(self) -> None:
         """Give piece after piece its memory, and pass it on; None at the end."""
-        libc = ctypes.CDLL(None)
         for first in range(0, len(self._pool), self._piece):
             if self._stop.is_set():
                 break
             part = self._pool[first : first + self._piece]
-            for advice in (MADV_POPULATE_WRITE, MADV_COLLAPSE):  # where refused, pages are small
-                libc.madvise(ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(_size(part)), advice)
+            give_memory(part.data_ptr(), _size(part))
             self._prepared.put(part)
         self._prepared.put(None)
 
     def _tell(self, pages: int) -> None:
         self.pages = pages
         self._progressed()
+
+
+def give_memory(address: int, size: int) -> None:
+    """Back a shared mapping with memory, in 2 MiB pages where the kernel gives them; what is in it
+    already stays.
+
+    The kernel joins pages only where there is a page table, so one small page comes first. To fill
+    the rest with small ones, too, and have these joined takes many times as long.
+    """
+    libc = ctypes.CDLL(None)
+
+    def advise(begin: int, end: int, advice: int) -> None:  # where refused, pages are small
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+
+    first, last = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + size) // HUGE_PAGE * HUGE_PAGE
+    for unit in range(first, last, HUGE_PAGE):
+        advise(unit, unit + mmap.PAGESIZE, MADV_POPULATE_WRITE)
+    if first < last:
+        advise(first, last, MADV_COLLAPSE)
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    advise(begin, address + size, MADV_POPULATE_WRITE)
 
 
 def _size(part: Tensor) -> int:
