@@ -196,7 +196,7 @@ def test_the_command_prints_the_benchmarks_report_marked_as_simulated(
     app = typer.Typer()
     app.command()(simulate)
     output = tmp_path / "report.json"
-    common = [str(profile_file), "--num-requests", "30", "--request-rate", "20"]
+    common = ["--profile", str(profile_file), "--num-requests", "30", "--request-rate", "20"]
     result = CliRunner().invoke(app, [*common, "--json", str(output)])
     assert result.exit_code == 0, result.output
     assert "(simulated)" in result.output

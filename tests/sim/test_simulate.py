@@ -25,7 +25,8 @@ from dualpace.sim.machine import Machine
 def run(*arguments: str) -> Any:
     app = typer.Typer()
     app.command()(simulate)
-    return CliRunner().invoke(app, ["rtx4090-llama-3.1-8b", "--num-requests", "120", *arguments])
+    common = ["--profile", "rtx4090-llama-3.1-8b", "--num-requests", "120"]
+    return CliRunner().invoke(app, [*common, *arguments])
 
 
 def report(*arguments: str) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def test_a_replay_tells_of_each_request_that_ends() -> None:
 def test_a_terminal_sees_how_far_it_is_and_a_file_does_not() -> None:
     assert "simulating" not in run().stderr
     ours, theirs = pty.openpty()
-    command = ["simulate", "rtx4090-llama-3.1-8b", "--num-requests", "20"]
+    command = ["simulate", "--profile", "rtx4090-llama-3.1-8b", "--num-requests", "20"]
     process = subprocess.Popen(
         [sys.executable, "-m", "dualpace.cli.main", *command],
         stdout=subprocess.DEVNULL,

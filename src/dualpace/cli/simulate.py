@@ -30,8 +30,8 @@ from dualpace.sim.machine import ROUTES, Machine
 def simulate(
     profile_name: Annotated[
         str,
-        typer.Argument(
-            metavar="PROFILE",
+        typer.Option(
+            "--profile",
             help="A .json file from `dualpace profile run`, or one that comes along: "
             + ", ".join(shipped_names()),
         ),
