@@ -133,7 +133,16 @@ def test_no_success_at_all_is_exit_code_1(server_url: str, model: str) -> None:
         (["--arrival", "inf", "--request-rate", "2"], "leave --request-rate or --rates out"),
         (["--arrival", "inf", "--rates", "2,4"], "leave --request-rate or --rates out"),
         (["--request-rate", "-1"], "--request-rate must be"),
+        (["--request-rate", "-inf"], "--request-rate must be"),
+        (["--request-rate", "nan"], "--request-rate must be"),
+        (["--request-rate", "1e-300"], "raise --request-rate"),
+        (["--rates", "1,1e-320"], "raise --request-rate or --rates"),
         (["--scale", "0"], "--scale must be"),
+        (["--scale", "1e18"], "--scale must be"),
+        (["--scale", "inf"], "--scale must be"),
+        (["--num-requests", "99999999999999"], "--num-requests"),
+        (["--duration", "inf"], "--duration"),
+        (["--duration", "2", "--warmup-seconds", "inf"], "--warmup-seconds"),
         (["--trace", "none.csv"], "cannot read the trace none.csv"),
         (["--trace", "x.csv", "--synthetic"], "exclude each other"),
         (["--warmup-seconds", "2"], "--warmup-seconds needs --duration"),
@@ -154,6 +163,14 @@ def test_options_that_cannot_work_are_explained(
     assert result.exit_code == 2
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_full_disk_is_explained_and_loses_no_measurement(server_url: str) -> None:
+    for option in ("--json", "--csv"):
+        result = bench(server_url, option, "/dev/full")
+        assert result.exit_code == 1
+        assert "cannot write /dev/full: No space left on device" in result.stderr
+        assert json.loads(result.stdout.splitlines()[-1])["succeeded"] > 0
 
 
 def test_an_unreachable_server_is_explained(dead_url: str) -> None:

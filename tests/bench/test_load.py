@@ -87,8 +87,11 @@ def test_trace_stops_at_the_limit_and_takes_whole_seconds(tmp_path: Path) -> Non
         (HEADER, "no requests"),
         (HEADER + "2023-11-16 18:15:46.68,374,44\n2023-11-16 18:15:47,x,44\n", "line 3"),
         (HEADER + "2023-11-16 18:15:46.68,374\n", "line 2"),
+        (HEADER + "2023-11-16 18:15:46.68,-5,44\n", "line 2: -5 is not"),
+        (HEADER + f"2023-11-16 18:15:46.68,{10**20},44\n", "line 2: 10"),
+        (HEADER + "1" * 200_000 + ",374,44\n", "cannot read"),
     ],
-    ids=["columns", "empty", "number", "short-row"],
+    ids=["columns", "empty", "number", "short-row", "negative", "huge", "long-field"],
 )
 def test_a_wrong_trace_is_refused_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "trace.csv"

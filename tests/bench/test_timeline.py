@@ -22,6 +22,13 @@ def record(*chunks: tuple[float, str | None]) -> RequestRecord:
     )
 
 
+def test_bins_of_a_long_replay_are_longer_and_lose_no_token() -> None:
+    line = make_timeline([record((0.5, "gpu"), (3e6, "gpu"), (1e9, "gpu"))])
+    assert 50_000 < len(line.tokens_by_engine["gpu"]) <= 100_000
+    assert sum(line.tokens_by_engine["gpu"]) == 3
+    assert line.tokens_by_engine["gpu"][int(3e6 // line.bin_s)] == 1
+
+
 def test_tokens_are_counted_in_bins_by_engine_as_numpy_does() -> None:
     rng = np.random.default_rng(0)
     times = np.sort(rng.uniform(0.0, 37.0, 400))

@@ -82,6 +82,30 @@ def test_what_a_server_refuses_its_simulation_refuses(option: str, value: str) -
     assert option in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--gpu-kv-tokens", "99999999999999999999"),
+        ("--host-kv-tokens", "99999999999999999999"),
+        ("--copy-gbps", "0"),
+        ("--copy-gbps", "nan"),
+        ("--copy-gbps", "inf"),
+        ("--what-if", "gpu_kv=infx"),
+        ("--what-if", "host_bandwidth=1e-320"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused_by_the_option(option: str, value: str) -> None:
+    result = run(option, value)
+    assert result.exit_code == 2, result.output
+    assert option in result.stderr
+
+
+def test_a_load_that_ends_before_the_window_is_told() -> None:
+    result = run("--duration", "10", "--warmup-seconds", "1e6")
+    assert "ran out before the window" in result.stderr
+    assert "raise --num-requests" in result.stderr
+
+
 def test_a_replay_tells_of_each_request_that_ends() -> None:
     heard: list[Progress] = []
     machine = Machine(open_profile("rtx4090-llama-3.1-8b"))

@@ -27,6 +27,7 @@ from dualpace.core.errors import ConfigError
 TRACE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 # Low ids are control and byte tokens in most vocabularies: prompts are drawn above them.
 FIRST_ORDINARY_ID = 100
+MAX_TRACED_TOKENS = 10_000_000  # of a prompt or an output: more is no trace of a server
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +137,13 @@ def read_azure_csv(
                 if len(rows) == limit:
                     break
                 try:
-                    stamp, prompt, output = (row[name] for name in TRACE_COLUMNS)
-                    if longest is None or int(prompt) + int(output) <= longest:
-                        rows.append((_timestamp(stamp), int(prompt), int(output)))
-                except (TypeError, ValueError) as error:
+                    stamp, *lengths = (row[name] or "" for name in TRACE_COLUMNS)
+                    prompt, output = map(_traced_length, lengths)
+                    if longest is None or prompt + output <= longest:
+                        rows.append((_timestamp(stamp), prompt, output))
+                except ValueError as error:
                     raise ConfigError(f"{path}, line {reader.line_num}: {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from None
     if not rows:
         raise ConfigError(f"{path}: the trace holds no requests")
@@ -228,6 +230,14 @@ def _timestamp(text: str) -> datetime:
     # The 2023 files write seven decimals of a second; fromisoformat drops what is beyond six.
     stamp = datetime.fromisoformat(text.strip())
     return stamp if stamp.tzinfo else stamp.replace(tzinfo=UTC)
+
+
+def _traced_length(text: str) -> int:
+    """Raises `ValueError`."""
+    length = int(text)
+    if not 0 <= length <= MAX_TRACED_TOKENS:
+        raise ValueError(f"{length} is not a number of tokens up to {MAX_TRACED_TOKENS}")
+    return length
 
 
 def _whole(lengths: npt.NDArray[np.float64], limit: int) -> npt.NDArray[np.int64]:

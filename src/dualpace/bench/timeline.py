@@ -15,6 +15,7 @@ import numpy.typing as npt
 from dualpace.bench.record import UNREPORTED, RequestRecord
 
 BIN_S = 1.0
+MAX_BINS = 100_000  # a day in seconds; for what takes longer, bins are doubled
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Tokens that arrived in bins of `bin_s`, the first of which begins at 0.
+    """Tokens that arrived in bins of `bin_s`, the first of which begins at 0; at most `MAX_BINS`.
 
     Every token counts, also those of requests that failed or were cut off. All lists are equally
     long. `cpu_gap` is `longest_cpu_gap`'s.
@@ -39,7 +40,10 @@ class Timeline:
 
 
 def make_timeline(records: Sequence[RequestRecord], bin_s: float = BIN_S) -> Timeline:
-    """The time line of one replay."""
+    """The time line of one replay, in bins of `bin_s` or, where it is long, longer ones."""
+    end = max((chunk.time_s for record in records for chunk in record.chunks), default=0.0)
+    while end // bin_s >= MAX_BINS:
+        bin_s *= 2
     chunks = [
         (int(chunk.time_s // bin_s), chunk.engine or UNREPORTED, chunk.tokens)
         for record in records

@@ -106,7 +106,13 @@ def serve(
             outcomes.append(Outcome(circumstances, measurement.records, measurement.window, extra))
             if measurement.interrupted:
                 break
-    publish(outcomes, files, errors, is_sweep=len(loads) > 1, interrupted=measurement.interrupted)
+        publish(
+            outcomes,
+            files,
+            errors,
+            is_sweep=len(loads) > 1,
+            interrupted=measurement.interrupted,
+        )
 
 
 bench_app.command()(offline)

@@ -26,6 +26,7 @@ from dualpace.cli.options import (
     MaxModelLen,
     Model,
     require_writable,
+    written,
 )
 from dualpace.cli.replays import today
 from dualpace.cli.tables import table_console
@@ -90,10 +91,11 @@ def assist(
         "hardware": describe_machine(), "date": today(), "version": describe_version(),
     }  # fmt: skip
     line = json.dumps(circumstances | msgspec.to_builtins(report))
-    if json_file:
-        json_file.write_text(line + "\n", encoding="utf-8")
     _show(report)
     typer.echo(line)
+    if json_file:
+        with explained(), written(json_file):
+            json_file.write_text(line + "\n", encoding="utf-8")
 
 
 def _measure(

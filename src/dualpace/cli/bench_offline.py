@@ -67,33 +67,33 @@ def offline(
             engines = dataclasses.replace(engines, skip_tokenizer_init=True)
         options = engines.options(model)
         measurements, facts = asyncio.run(_measure(options, loads, pace, errors))
-    rooms = f"KV room {facts['gpu_kv_tokens']} + {facts['host_kv_tokens']}"
-    outcomes = [
-        Outcome(
-            Circumstances(
-                model=options.served_model_name or model,
-                base_url="",
-                hardware=hardware or describe_machine(),
-                date=today(),
-                load=f"{measurement.load.text}{pace.text}; {options.policy}, {rooms}",
-                version=describe_version(),
-                label=files.label or options.policy,
-                source=measurement.load.source,
-                request_rate=measurement.load.request_rate,
-            ),
-            measurement.records,
-            measurement.window,
-            facts,
+        rooms = f"KV room {facts['gpu_kv_tokens']} + {facts['host_kv_tokens']}"
+        outcomes = [
+            Outcome(
+                Circumstances(
+                    model=options.served_model_name or model,
+                    base_url="",
+                    hardware=hardware or describe_machine(),
+                    date=today(),
+                    load=f"{measurement.load.text}{pace.text}; {options.policy}, {rooms}",
+                    version=describe_version(),
+                    label=files.label or options.policy,
+                    source=measurement.load.source,
+                    request_rate=measurement.load.request_rate,
+                ),
+                measurement.records,
+                measurement.window,
+                facts,
+            )
+            for measurement in measurements
+        ]
+        publish(
+            outcomes,
+            files,
+            errors,
+            is_sweep=len(loads) > 1,
+            interrupted=measurements[-1].interrupted,
         )
-        for measurement in measurements
-    ]
-    publish(
-        outcomes,
-        files,
-        errors,
-        is_sweep=len(loads) > 1,
-        interrupted=measurements[-1].interrupted,
-    )
 
 
 async def _measure(

@@ -35,6 +35,10 @@ def explained(prefix: str = "error:") -> Iterator[None]:
     except (DualPaceError, OSError) as error:
         console.print(f"[red]{prefix}[/red] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2 if isinstance(error, CANNOT_WORK) else 1) from None
+    except MemoryError as error:
+        reason = f"out of memory: {error}" if str(error) else "out of memory"
+        console.print(f"[red]{prefix}[/red] {escape(reason)}", soft_wrap=True)
+        raise typer.Exit(1) from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[yellow]stopped[/yellow]")
         raise typer.Exit(130) from None

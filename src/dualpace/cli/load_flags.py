@@ -26,6 +26,10 @@ from dualpace.bench.load import (
 )
 from dualpace.core.errors import ConfigError
 
+MAX_SCALE = 1000.0
+MAX_REQUESTS = 10_000_000  # ten times the Azure week's busiest hour; each is a record in memory
+MAX_SPAN_S = 1e9  # thirty years: beyond that a clock in float64 no longer tells milliseconds well
+
 
 class Arrival(StrEnum):
     """When requests are sent."""
@@ -73,7 +77,9 @@ class LoadFlags:
         bool,
         typer.Option("--synthetic", help="Log-normal lengths fitted to Azure-conv 2023 (default)."),
     ] = False
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests to send.")] = 200
+    num_requests: Annotated[
+        int, typer.Option(min=1, max=MAX_REQUESTS, help="Requests to send.")
+    ] = 200
     request_rate: Annotated[float, typer.Option(help="Mean requests per second.")] = math.inf
     rates: Annotated[
         str,
@@ -111,8 +117,14 @@ class LoadFlags:
             raise ConfigError("--trace and --synthetic exclude each other")
         if self.skip_longer is not None and not self.trace:
             raise ConfigError("--skip-longer needs --trace FILE")
-        if not (math.isfinite(self.scale) and self.scale > 0.0):
-            raise ConfigError(f"--scale must be a positive number, got {self.scale}")
+        if not 0.0 < self.scale <= MAX_SCALE:
+            raise ConfigError(
+                f"--scale must be a positive number up to {MAX_SCALE:g}, got {self.scale}"
+            )
+        if not self.request_rate > 0.0:
+            raise ConfigError(
+                f"--request-rate must be a positive number or inf, got {self.request_rate}"
+            )
         if self.trace:
             rows = read_azure_csv(self.trace, self.num_requests, self.skip_longer)
             load = scale_lengths(rows, self.scale)
@@ -124,6 +136,12 @@ class LoadFlags:
             load = lengths.generate(self.num_requests, self.seed)
             source = "log-normal lengths of Azure-conv 2023"
         load, timing = self._arrive(load)
+        last = max(request.arrival_s for request in load)
+        if not last <= MAX_SPAN_S:
+            raise ConfigError(
+                f"the last request would be sent after {last:.3g} s: "
+                "raise --request-rate or --rates"
+            )
         source += "" if self.scale == 1.0 else f" × {self.scale:g}"
         rate = self.request_rate if math.isfinite(self.request_rate) else None
         return Load(load, f"{len(load)} requests, {source}, {timing}", source, rate)

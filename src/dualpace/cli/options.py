@@ -6,10 +6,11 @@ whole group: a dataclass whose fields are declared as Typer's options are. Knows
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -18,7 +19,7 @@ import msgspec
 import typer
 
 from dualpace.core.config import ISAS, EngineOptions
-from dualpace.core.errors import ConfigError
+from dualpace.core.errors import ConfigError, DualPaceError
 
 Result = TypeVar("Result")
 DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(EngineOptions)}
@@ -169,6 +170,15 @@ def takes_options(command: Callable[..., Result]) -> Callable[..., Result]:
     run.__signature__ = inspect.Signature(list(options.values()))  # type: ignore[attr-defined]
     run.__annotations__ = {name: option.annotation for name, option in options.items()}
     return run
+
+
+@contextlib.contextmanager
+def written(file: Path) -> Iterator[None]:
+    """Raises `DualPaceError` naming the file where writing it fails: on a full disk, say."""
+    try:
+        yield
+    except OSError as error:
+        raise DualPaceError(f"cannot write {file}: {error.strerror or error}") from None
 
 
 FIGURES = (".png", ".svg", ".pdf")

@@ -18,7 +18,7 @@ from rich.table import Table
 from dualpace.cli.errors import explained
 from dualpace.cli.logs import set_up_logging
 from dualpace.cli.measurement import Measured, MeasureFlags, measure_and_store, resolve_measured
-from dualpace.cli.options import CpuCores, Model, require_writable, takes_options
+from dualpace.cli.options import CpuCores, Model, require_writable, takes_options, written
 from dualpace.cli.profile_report import report, show_profile, tell_place
 from dualpace.cli.tables import table_console
 from dualpace.core.config import EngineOptions
@@ -75,7 +75,8 @@ def show(
         show_profile(profile)
         tell_place(path)
         if chart is not None:
-            draw(profile, chart)
+            with written(chart):
+                draw(profile, chart)
 
 
 @profile_app.command()

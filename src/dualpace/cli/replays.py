@@ -25,6 +25,8 @@ from dualpace.bench.replay import Progress
 from dualpace.cli.load_flags import Load
 from dualpace.core.errors import ConfigError
 
+MAX_SECONDS = 1e7  # of a replay: four months
+
 
 @dataclass(frozen=True)
 class LoopFlags:
@@ -37,11 +39,13 @@ class LoopFlags:
         float | None,
         typer.Option(
             min=1.0,
+            max=MAX_SECONDS,
             help="Measure a window of so many seconds, then stop. (default: until all is answered)",
         ),
     ] = None
     warmup_seconds: Annotated[
-        float, typer.Option(min=0.0, help="When the window of --duration begins.")
+        float,
+        typer.Option(min=0.0, max=MAX_SECONDS, help="When the window of --duration begins."),
     ] = 0.0
 
     def check(self) -> None:
@@ -123,8 +127,7 @@ class Measurement:
                 on_progress=bar,
             )
         self.interrupted = stop.is_set()
-        if self._ran_out:
-            console.print("[yellow]The load ran out in the window: raise --num-requests.[/]")
+        warn_if_ran_out(self.records, len(load), self.pace, console)
 
     @property
     def window(self) -> tuple[float, float] | None:
@@ -134,14 +137,19 @@ class Measurement:
         end = max((record.end_s for record in self.records), default=0.0)
         return min(self.pace.warmup_seconds, end), end
 
-    @property
-    def _ran_out(self) -> bool:
-        """True where all was answered before the time to measure was over."""
-        return bool(
-            self.pace.seconds
-            and len(self.records) == len(self.load.requests)
-            and not any(record.cut for record in self.records)
-        )
+
+def warn_if_ran_out(
+    records: Sequence[RequestRecord], total: int, loop: LoopFlags, console: Console
+) -> None:
+    """Tell where all of `total` requests were answered before the time to measure was over."""
+    if loop.seconds is None or len(records) < total or any(record.cut for record in records):
+        return
+    end = max(record.end_s for record in records)
+    when = "in" if end > loop.warmup_seconds else "before"
+    console.print(
+        f"[yellow]The load ran out {when} the window, after {end:.3g} s: raise --num-requests.[/]",
+        highlight=False,
+    )
 
 
 def today() -> str:

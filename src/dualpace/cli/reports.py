@@ -30,7 +30,7 @@ from dualpace.bench.report import (
 )
 from dualpace.bench.sustainable import parse_targets, sustainable_rate
 from dualpace.cli.load_flags import Load
-from dualpace.cli.options import JsonFile, require_writable
+from dualpace.cli.options import JsonFile, require_writable, written
 from dualpace.cli.replays import print_failures
 from dualpace.cli.tables import table_console
 from dualpace.core.errors import ConfigError
@@ -103,22 +103,14 @@ def publish(
     is_sweep: bool = False,
     interrupted: bool = False,
 ) -> None:
-    """Write the files and print a table, then the line of JSON. console: for failures.
+    """Print a table, then the line of JSON, and write the files. console: for failures.
 
-    Exits with 130 if `interrupted`, with 1 where no request succeeded.
+    Raises `DualPaceError` naming a file that cannot be written. Exits with 130 if
+    `interrupted`, with 1 where no request succeeded.
     """
     reports = [outcome.to_dict() for outcome in outcomes]
     result = _sweep(reports, files) if is_sweep else reports[0]
     line = json.dumps(result, allow_nan=False)
-    if files.json_file:
-        files.json_file.write_text(line + "\n", encoding="utf-8")
-    if files.csv_file:
-        write_csv(
-            files.csv_file,
-            [(outcome.circumstances.request_rate, outcome.records) for outcome in outcomes],
-        )
-    if files.plot_file:
-        plot_tokens(files.plot_file, outcomes[0].records, outcomes[0].circumstances)
     for outcome in outcomes:
         print_failures(console, outcome.summary.failures)
     if is_sweep:
@@ -132,6 +124,17 @@ def publish(
     if "sustainable" in result:
         out.print(f"sustainable rate: {result['sustainable']['text']}", soft_wrap=True)
     typer.echo(line)
+    # At last: a full disk loses no measurement.
+    if files.json_file:
+        with written(files.json_file):
+            files.json_file.write_text(line + "\n", encoding="utf-8")
+    if files.csv_file:
+        rows = [(outcome.circumstances.request_rate, outcome.records) for outcome in outcomes]
+        with written(files.csv_file):
+            write_csv(files.csv_file, rows)
+    if files.plot_file:
+        with written(files.plot_file):
+            plot_tokens(files.plot_file, outcomes[0].records, outcomes[0].circumstances)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if not any(outcome.summary.succeeded for outcome in outcomes):

@@ -6,6 +6,7 @@ one line of JSON last, both as from `dualpace bench serve` and marked as simulat
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
@@ -17,7 +18,7 @@ from dualpace.bench.report import Circumstances
 from dualpace.cli.errors import explained
 from dualpace.cli.load_flags import LoadFlags
 from dualpace.cli.options import takes_options
-from dualpace.cli.replays import LoopFlags, progress_bar, today
+from dualpace.cli.replays import LoopFlags, progress_bar, today, warn_if_ran_out
 from dualpace.cli.reports import Outcome, ReportFlags, publish
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import ConfigError
@@ -90,6 +91,8 @@ def simulate(
             cpu_itl_target=cpu_itl_target,
             gpu_itl_target=gpu_itl_target,
         ).policy
+        if copy_gbps is not None and not 0.0 < copy_gbps < math.inf:
+            raise ConfigError(f"--copy-gbps must be a positive number, got {copy_gbps}")
         given = {
             "gpu_kv_tokens": gpu_kv_tokens,
             "host_kv_tokens": host_kv_tokens,
@@ -128,6 +131,7 @@ def simulate(
                     seconds=loop.seconds,
                     on_progress=bar,
                 )
+            warn_if_ran_out(records, len(load.requests), loop, errors)
             circumstances = Circumstances(
                 model=f"{profile.model} (simulated)",
                 base_url="",
@@ -154,4 +158,4 @@ def simulate(
                 + (f"\n{profile.note}" if profile.note else "")
             )
             outcomes.append(Outcome(circumstances, records, loop.window, extra, caption))
-    publish(outcomes, files, errors, is_sweep=len(loads) > 1)
+        publish(outcomes, files, errors, is_sweep=len(loads) > 1)

@@ -19,6 +19,7 @@ FASTER: dict[str, tuple[Operation, ...]] = {
     "gpu_bandwidth": ("gpu_decode", *LINES),
     "gpu_flops": ("gpu_prefill",),
 }
+MAX_FACTOR = 1e6  # and its inverse: no times of zero or infinity
 ROOMS = {"gpu_kv": "gpu_kv_tokens", "host_kv": "host_kv_tokens"}
 
 
@@ -58,8 +59,10 @@ def _factor(name: str, value: str) -> float:
         factor = float(value.removesuffix("x"))
     except ValueError:
         factor = 0.0
-    if not factor > 0.0:
-        raise ConfigError(f"--what-if {name}={value}: write how many times as much, like 2x")
+    if not 1.0 / MAX_FACTOR <= factor <= MAX_FACTOR:
+        raise ConfigError(
+            f"--what-if {name}={value}: write how many times as much, like 2x, up to {MAX_FACTOR:g}"
+        )
     return factor
 
 

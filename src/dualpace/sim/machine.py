@@ -25,17 +25,28 @@ from dualpace.sim.replay import replay
 
 ROUTES: tuple[Route, ...] = ("local", "assist", "assist2")
 MAX_ROWS = EngineOptions(model="").max_num_seqs
+MAX_KV_TOKENS = 100_000_000  # of a tier: each page is an object here
 
 
 @dataclass(frozen=True)
 class Machine:
     """What a profile tells of: `policy` gives one set up for it, `replay` runs a load under it.
 
-    routes: those that its CPU engine has, as far as the profile covers them.
+    routes: those that its CPU engine has, as far as the profile covers them. Raises `ConfigError`
+    for more KV than can be simulated.
     """
 
     profile: Profile
     routes: tuple[Route, ...] = ROUTES
+
+    def __post_init__(self) -> None:
+        rooms = {"GPU": self.profile.gpu_kv_tokens, "host": self.profile.host_kv_tokens}
+        for tier, tokens in rooms.items():
+            if tokens > MAX_KV_TOKENS:
+                raise ConfigError(
+                    f"--{tier.lower()}-kv-tokens {tokens}: a simulated {tier} has KV room for "
+                    f"{MAX_KV_TOKENS} tokens at most"
+                )
 
     @property
     def gpu_pages(self) -> int:
