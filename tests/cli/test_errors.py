@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -28,6 +30,7 @@ from dualpace.core.errors import (
         (EngineError("it died"), 1),
         (ServerError("no server"), 1),
         (OSError("disk full"), 1),
+        (MemoryError("Unable to allocate 9 TiB"), 1),
         (KeyboardInterrupt(), 130),
         (asyncio.CancelledError(), 130),
     ],
@@ -42,3 +45,18 @@ def test_usage_is_2_failure_1_and_ctrl_c_130(
     assert told.out == ""
     assert "Traceback" not in told.err
     assert (str(error) or "stopped") in told.err
+
+
+def test_ctrl_c_while_the_program_is_still_being_imported_is_130_too() -> None:
+    """A module that interrupts in the place of one that the command line imports."""
+    script = (
+        "import sys, importlib.abc\n"
+        "class Interrupting(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'dualpace.cli.serve': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from dualpace.__main__ import main\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -167,6 +168,33 @@ def test_a_stored_profile_that_is_damaged_is_measured_anew(
     measured(2.0, interrupt=True)
     assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 130
     assert {point.seconds for point in load(path).points} == {2.0}
+
+
+def test_a_place_that_cannot_be_written_is_told_before_measuring(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    monkeypatch.setattr(measurement.Measured, "run", lambda *_: pytest.fail("it measured"))
+    result = CliRunner().invoke(cli.profile_app, run(tiny_model))
+    assert result.exit_code == 2
+    assert "cannot store profiles in /dev/null" in result.stderr
+    assert "XDG_CACHE_HOME" in result.stderr
+
+
+def test_a_disk_that_is_full_by_then_loses_no_measurement(
+    tiny_model: str, cache: Path, measured: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fail)
+    measured(1.0, interrupt=False)
+    result = CliRunner().invoke(cli.profile_app, run(tiny_model))
+    assert result.exit_code == 1
+    assert "cannot store the profile in" in result.stderr
+    assert "No space left on device" in result.stderr
+    assert "gpu_decode: ms by" in result.stdout
+    assert "stored in" not in result.stderr
 
 
 def test_what_was_never_measured_cannot_be_shown(tiny_model: str) -> None:

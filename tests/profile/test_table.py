@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from dualpace.core.errors import ConfigError
+from dualpace.core.errors import ConfigError, DualPaceError
 from dualpace.policy.cost_model import Point
 from dualpace.profile.fingerprint import Fingerprint, first_difference, require_same
 from dualpace.profile.table import Profile, find, load, path_of, save
@@ -41,7 +42,7 @@ def test_a_write_that_fails_leaves_the_old_profile_and_no_litter(
         raise OSError("disk full")
 
     monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(DualPaceError, match=f"cannot store the profile in {path}: disk full"):
         save(profile_of(fingerprint))
     assert list(path.parent.iterdir()) == [path]
     assert load(path) == old
@@ -80,6 +81,31 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path, text: str) -> 
         load(path)
     with pytest.raises(ConfigError, match=r"cannot read the profile .*absent\.json"):
         load(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "damaged"),
+    [
+        ("seconds", '"seconds":-1'),
+        ("seconds", '"seconds":1e308'),
+        ("in 0 seconds", '"seconds":0'),
+        ("size", '"size":0'),
+        ("context", '"context":-1'),
+        ("page_tokens", '"page_tokens":0'),
+        ("gpu_kv_tokens", '"gpu_kv_tokens":-5'),
+        ("copy_bandwidth", '"copy_bandwidth":0'),
+    ],
+)
+def test_numbers_that_nothing_measures_are_damage(
+    fingerprint: Fingerprint, field: str, damaged: str
+) -> None:
+    path = save(profile_of(fingerprint, Point("gpu_decode", 1, 16, 1.0)))
+    name = damaged.partition(":")[0]
+    text, changes = re.subn(rf"{name}: *[-+.e\d]+", damaged, path.read_text())
+    assert changes == 1
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=field):
+        load(path)
 
 
 def test_new_points_replace_old_ones_and_the_others_stay(fingerprint: Fingerprint) -> None:

@@ -32,17 +32,17 @@ from dualpace.cli.options import (
     LoadFormat,
     MaxModelLen,
 )
-from dualpace.cli.profile_report import report
+from dualpace.cli.profile_report import report, show_profile
 from dualpace.cli.replays import today
 from dualpace.core.config import EngineConfig, EngineOptions
-from dualpace.core.errors import ConfigError
+from dualpace.core.errors import ConfigError, DualPaceError
 from dualpace.core.messages import GPU
 from dualpace.core.plan import Executor, Tier
 from dualpace.policy.cost_model import OPERATIONS, WHOLES, Point, Step, Whole
 from dualpace.profile.assist_probe import probe_assisted, probe_assists
 from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.probes import Room, held_out_points, plan_points, probe
-from dualpace.profile.table import Profile, load, path_of, save
+from dualpace.profile.table import Profile, load, path_of, require_place, save
 
 if TYPE_CHECKING:
     from dualpace.measuring import Probed
@@ -74,9 +74,11 @@ class MeasureFlags:
 
 
 def measure_and_store(options: EngineOptions, seconds: float) -> Profile:
-    """Measure for about so long, and store; also what there is after Ctrl-C or a failure."""
+    """Measure for about so long, and store; also what there is after Ctrl-C or a failure. Raises
+    `ConfigError` before that where profiles cannot be stored."""
     console = Console(stderr=True)
     config, fingerprint = resolve_measured(options)
+    require_place()
     if options.gpu_kv_tokens is None and config.gpu_pages == 0:
         pages = STANDIN_KV_TOKENS // config.page_tokens
         config = msgspec.structs.replace(config, gpu_pages=pages)
@@ -94,12 +96,21 @@ def measure_and_store(options: EngineOptions, seconds: float) -> Profile:
             profile = _profile(options, config, fingerprint, measured)
             if earlier is not None:
                 profile = _completed(profile, earlier, console)
-            save(profile)
+            _store(profile)
             report(profile)
         raise
     profile = _profile(options, config, fingerprint, measured)
-    save(profile)
+    _store(profile)
     return profile
+
+
+def _store(profile: Profile) -> None:
+    """Where that fails, print it at least: on a full disk, say."""
+    try:
+        save(profile)
+    except DualPaceError:
+        show_profile(profile)
+        raise
 
 
 class Measured:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -34,16 +34,19 @@ WHOLES: dict[Operation, Route] = {"assisted": "assist", "assisted2": "assist2"}
 # Dense work does not depend on the context: these are measured by rows alone, at context 0.
 LINES: frozenset[Operation] = frozenset(PARTS[1:])
 
+MAX_SIZE = 10**12  # tokens or rows: sums of them stay exact in float64
+
 Chunk = tuple[int, int]  # tokens of a prompt in a step, and those computed before
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One measurement. What size and context count is told by `CostModel`'s methods."""
+    """One measurement. What size and context count is told by `CostModel`'s methods; what is read
+    from a file is within these bounds."""
 
     operation: Operation
-    size: int
-    context: int
-    seconds: float
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_SIZE)]
+    context: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)]
+    seconds: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 
 
 class Estimate(NamedTuple):

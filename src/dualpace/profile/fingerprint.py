@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import platform
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -18,12 +19,14 @@ from dualpace.core.errors import ConfigError
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.version import __version__
 
+Count = Annotated[int, msgspec.Meta(ge=1)]
+
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that changes how long a step takes. Names are those shown to the user."""
 
     cpu: str
-    cpu_cores: int
+    cpu_cores: Count
     cpu_isa: str
     device: str
     driver: str
@@ -33,7 +36,7 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
+    num_layers: Count
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -41,8 +44,8 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool
     tie_embeddings: bool
     dtype: str
-    page_tokens: int
-    page_bytes: int
+    page_tokens: Count
+    page_bytes: Count
 
     @property
     def hash(self) -> str:

@@ -10,11 +10,12 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from dualpace.core.errors import ConfigError
-from dualpace.policy.cost_model import Point
+from dualpace.core.errors import ConfigError, DualPaceError
+from dualpace.policy.cost_model import PARTS, Point
 from dualpace.profile.fingerprint import MODEL_FIELDS, Fingerprint, require_same
 
 
@@ -28,10 +29,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     date: str
     fingerprint: Fingerprint
-    gpu_kv_tokens: int
-    host_kv_tokens: int
+    gpu_kv_tokens: Annotated[int, msgspec.Meta(ge=0)]
+    host_kv_tokens: Annotated[int, msgspec.Meta(ge=0)]
     points: tuple[Point, ...]
-    copy_bandwidth: float = 25e9
+    copy_bandwidth: Annotated[float, msgspec.Meta(gt=0.0)] = 25e9
     note: str = ""
     options: dict[str, str | int] = {}
 
@@ -62,30 +63,59 @@ def path_of(fingerprint: Fingerprint) -> Path:
     return cache_folder() / f"{fingerprint.hash}.json"
 
 
+def require_place() -> None:
+    """Before measuring: raise `ConfigError` where no profile could be stored."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"cannot store profiles in {folder}: {error.strerror}; XDG_CACHE_HOME names another "
+            "place"
+        ) from None
+
+
 def save(profile: Profile) -> Path:
-    """Write the profile to its place, all of it or nothing; returns the place."""
+    """Write the profile to its place, all of it or nothing; returns the place. Raises
+    `DualPaceError` naming the place where that fails."""
     path = path_of(profile.fingerprint)
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = msgspec.json.format(msgspec.json.encode(profile), indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, text + b"\n")
+    except OSError as error:
+        raise DualPaceError(
+            f"cannot store the profile in {path}: {error.strerror or error}"
+        ) from None
+    return path
+
+
+def _replace(path: Path, content: bytes) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
     try:
         with open(descriptor, "wb") as file:
-            file.write(text + b"\n")
+            file.write(content)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
-    return path
 
 
 def load(path: Path) -> Profile:
     """The profile in a file. Raises `ConfigError` if there is none, or it is damaged."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
         raise ConfigError(f"cannot read the profile {path}: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is not a profile: {error}") from None
+    # Of a part it may be that it takes no time, of a step it cannot.
+    timeless = {point.operation for point in profile.points if not point.seconds} - {*PARTS}
+    if timeless:
+        raise ConfigError(f"{path} is damaged: {', '.join(sorted(timeless))} in 0 seconds")
+    return profile
 
 
 def find(here: Fingerprint) -> Profile:
