@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -27,6 +30,39 @@ def run(
     return asyncio.run(
         replay(url, model, load, prompts, max_concurrency=max_concurrency, on_progress=on_progress)
     )
+
+
+@contextmanager
+def answering(part: bytes, times: int = 1) -> Iterator[str]:
+    """A server that answers anything with 200 and `part`, so many times."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                for _ in range(times):
+                    self.wfile.write(part)
+
+        do_POST = do_GET  # noqa: N815  # the names are BaseHTTPRequestHandler's
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def run_against(part: bytes, times: int = 1) -> list[RequestRecord]:
+    with answering(part, times) as url:
+        return run(url, "any", [LoadRequest(3, 9)])
 
 
 def test_every_token_is_recorded_with_its_time_and_engine(server_url: str) -> None:
@@ -70,6 +106,59 @@ def test_a_failure_is_recorded_with_its_reason_and_what_came_before(
     for record in records:
         assert message in str(record.error)
         assert record.output_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        b"{nope",
+        b"[1]",
+        b"null",
+        b'{"choices": 7}',
+        b'{"choices": [{"text": "\xff"}]}',
+        b'{"usage": {"completion_tokens": -5}}',
+        b'{"usage": {"completion_tokens": "many"}}',
+        b'{"usage": {"completion_tokens": Infinity}}',
+        b'{"usage": {"completion_tokens": 99999999999999999999}}',
+        b'{"usage": {"completion_tokens": 1, "prompt_tokens": -1}}',
+    ],
+)
+def test_another_protocol_fails_the_request_and_shows_what_came(chunk: bytes) -> None:
+    records = run_against(b"data: " + chunk + b"\n\n")
+    assert "malformed chunk" in str(records[0].error)
+    assert records[0].output_tokens == 0
+
+
+@pytest.mark.parametrize("error", [b'{"message": 5}', b"7", b'"boom"'])
+def test_an_error_in_any_form_is_told(error: bytes) -> None:
+    assert "error in the stream" in str(
+        run_against(b'data: {"error": ' + error + b"}\n\n")[0].error
+    )
+
+
+def test_a_line_without_an_end_is_not_collected_for_ever() -> None:
+    assert "longer than" in str(run_against(b"x" * 2**20, times=40)[0].error)
+
+
+def test_an_engine_of_another_type_is_as_if_none_were_named() -> None:
+    chunk = b'{"choices": [{"text": "a", "finish_reason": "length"}], "engine": {"a": [1]}}'
+    records = run_against(b"data: " + chunk + b"\n\n")
+    assert records[0].error is None
+    assert summarize(records).tokens_by_engine == {"unreported": 1}
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (b'{"data": [{"id": "m", "max_model_len": "x"}]}', "list of models"),
+        (b'{"data": [{"id": 7}]}', "list of models"),
+        (b'{"data": [1, null]}', "list of models"),
+        (b'{"data": [{"id": "m", "max_model_len": -5}]}', "max_model_len is -5"),
+    ],
+)
+def test_a_list_of_models_that_is_none_is_refused(models: bytes, message: str) -> None:
+    with answering(models) as url, pytest.raises(ServerError, match=message):
+        ask_models(url)
 
 
 def test_a_failing_request_stops_no_other(server_url: str) -> None:

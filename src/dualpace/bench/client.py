@@ -26,6 +26,8 @@ CONNECT_TIMEOUT_S = 60.0
 # Connections per pool: the pool's bookkeeping is linear in its connections for each request.
 POOL_SIZE = 64
 ERROR_TEXT_LIMIT = 200
+MAX_LINE_BYTES = 16 * 2**20  # of an event: who sends more speaks another protocol
+MAX_TOKENS = 10**9  # that a server may claim to have made for one request
 
 
 class ServerError(DualPaceError):
@@ -57,7 +59,7 @@ def ask_models(base_url: str) -> list[ServedModel]:
             return []
         response.raise_for_status()
         cards = response.json()["data"]
-        return [ServedModel(card["id"], card.get("max_model_len")) for card in cards]
+        return [_served(card) for card in cards]
     except httpx.HTTPStatusError as error:
         said = _error_text(error.response.text)
         raise ServerError(f"{url} answered HTTP {error.response.status_code}: {said}") from None
@@ -68,6 +70,16 @@ def ask_models(base_url: str) -> list[ServedModel]:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ServerError(f"{url} did not answer with a list of models") from None
+
+
+def _served(card: dict[str, Any]) -> ServedModel:
+    """Raises `KeyError`, `TypeError` or `AttributeError` where that is no model."""
+    name, longest = card["id"], card.get("max_model_len")
+    if not isinstance(name, str) or not (longest is None or type(longest) is int):
+        raise TypeError
+    if longest is not None and longest < 2:
+        raise ServerError(f"the server tells of {name} that its max_model_len is {longest}")
+    return ServedModel(name, longest)
 
 
 async def replay(
@@ -175,6 +187,8 @@ async def _events(
         for line in lines:
             if line.startswith(b"data:"):
                 yield arrived, line[5:].strip()
+        if len(pending) > MAX_LINE_BYTES:
+            raise ValueError(f"a line of the stream is longer than {MAX_LINE_BYTES} bytes")
 
 
 class _StreamReader:
@@ -193,7 +207,9 @@ class _StreamReader:
             return 0
         try:
             return self._take(json.loads(data), now)
-        except (AttributeError, LookupError, TypeError):
+        except (
+            AttributeError, LookupError, TypeError, json.JSONDecodeError, UnicodeDecodeError,
+        ):  # fmt: skip
             raise ValueError(f"malformed chunk: {data[:ERROR_TEXT_LIMIT]!r}") from None
 
     def _take(self, event: dict[str, Any], now: float) -> int:
@@ -205,15 +221,18 @@ class _StreamReader:
             self._complete = True
         tokens = self._count(event.get("usage"), bool(choice.get("text")))
         if tokens:
-            self._record.chunks.append(Chunk(now, tokens, event.get("engine")))
+            engine = event.get("engine")
+            self._record.chunks.append(
+                Chunk(now, tokens, engine if isinstance(engine, str) else None)
+            )
             self._seen += tokens
         return tokens
 
     def _count(self, usage: dict[str, Any] | None, has_text: bool) -> int:
         """Tokens of a chunk: from the running usage where given, else 1 for a chunk with text."""
         if usage and usage.get("completion_tokens") is not None:
-            self._total = int(usage["completion_tokens"])
-            self._record.prompt_tokens = int(
+            self._total = _count_of(usage["completion_tokens"])
+            self._record.prompt_tokens = _count_of(
                 usage.get("prompt_tokens") or self._record.prompt_tokens
             )
             if not self._record.estimated:
@@ -233,6 +252,13 @@ class _StreamReader:
             raise ValueError("the stream carried no tokens")
 
 
+def _count_of(value: object) -> int:
+    """Raises `TypeError` for what is no number of tokens."""
+    if type(value) is not int or not 0 <= value <= MAX_TOKENS:
+        raise TypeError
+    return value
+
+
 def _spread(chunks: list[Chunk], total: int) -> list[Chunk]:
     """Deal `total` tokens out to the chunks as evenly as whole tokens allow, earlier ones first.
 
@@ -245,11 +271,11 @@ def _spread(chunks: list[Chunk], total: int) -> list[Chunk]:
 
 def _error_text(body: str) -> str:
     """The message of an OpenAI-style error body, else the body's beginning."""
-    text = body
+    text: object = body
     with contextlib.suppress(ValueError, KeyError, TypeError):
         error = json.loads(body)["error"]
-        text = error["message"] if isinstance(error, dict) else str(error)
-    return text.strip()[:ERROR_TEXT_LIMIT] or "(no message)"
+        text = error["message"] if isinstance(error, dict) else error
+    return str(text).strip()[:ERROR_TEXT_LIMIT] or "(no message)"
 
 
 def _allow_open_files(count: int) -> None:
