@@ -142,6 +142,8 @@ def test_no_success_at_all_is_exit_code_1(server_url: str, model: str) -> None:
         (["--scale", "inf"], "--scale must be"),
         (["--num-requests", "99999999999999"], "--num-requests"),
         (["--duration", "inf"], "--duration"),
+        (["--vocab-size", "99999999999999999999"], "--vocab-size"),
+        (["--max-concurrency", "99999999999999999999"], "--max-concurrency"),
         (["--duration", "2", "--warmup-seconds", "inf"], "--warmup-seconds"),
         (["--trace", "none.csv"], "cannot read the trace none.csv"),
         (["--trace", "x.csv", "--synthetic"], "exclude each other"),

@@ -141,7 +141,8 @@ def test_nothing_to_draw_is_exit_code_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [("{", "cannot read"), ('{"a": 1}', "holds no report"), ("[]", "holds no report"),
-     ("3", "holds no report"), ('{"sweep": [3]}', "holds no report")],
+     ("3", "holds no report"), ('{"sweep": [3]}', "holds no report"),
+     ("[" * 100_000, "cannot read")],
 )  # fmt: skip
 def test_a_file_that_is_no_report_is_named(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "odd.json"
@@ -150,6 +151,31 @@ def test_a_file_that_is_no_report_is_named(tmp_path: Path, content: str, message
     assert result.exit_code == 2
     assert message in result.stderr
     assert "odd.json" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("date", 5), ("hardware", None), ("timeline", {}), ("request_rate", "fast"), ("model", ...)],
+)
+def test_a_report_that_was_tampered_with_is_explained(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    report = make_report("dualpace", 2.0, 5)
+    report[field] = value
+    if value is ...:
+        del report[field]
+    result = draw(tmp_path, report)
+    assert result.exit_code == 2, result.output
+    assert "is not as the commands write it" in result.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(make_report("dualpace", 2.0, 5)))
+    result = CliRunner().invoke(
+        bench_app, ["figures", str(tmp_path / "r.json"), "--out", "/dev/null/figures"]
+    )
+    assert result.exit_code == 1
+    assert "cannot write /dev/null/figures: Not a directory" in result.stderr
 
 
 def test_lines_are_told_apart_by_what_differs_and_sorted_along_their_axis() -> None:

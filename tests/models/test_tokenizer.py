@@ -79,3 +79,10 @@ def test_a_missing_tokenizer_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ModelError, match=r"no tokenizer: .* --skip-tokenizer-init"):
         load_tokenizer(resolve(str(tmp_path)))
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_a_broken_one_is_named_with_the_option_for_another(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelError, match=f"{tmp_path}: no usable tokenizer .*--tokenizer"):
+        load_tokenizer(ModelSource(tmp_path, "hf"))

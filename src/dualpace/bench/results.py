@@ -58,7 +58,7 @@ def read_results(files: Iterable[Path]) -> list[Result]:
 def _reports(file: Path) -> Iterator[dict[str, Any]]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     if isinstance(content, dict):
         content = content.get("sweep", [content])

@@ -27,6 +27,7 @@ from dualpace.cli.options import takes_options
 from dualpace.cli.replays import Measurement, PaceFlags, today
 from dualpace.cli.reports import Hardware, Outcome, ReportFlags, publish
 
+MAX_VOCABULARY = 2**31 - 1  # token ids are 32-bit numbers everywhere
 TOO_BUSY = 0.7  # part of the time for which a client may work before it is part of the measurement
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
@@ -54,7 +55,8 @@ def serve(
         ),
     ] = None,
     vocab_size: Annotated[
-        int, typer.Option(min=2, help="Prompts are random token ids below this.")
+        int,
+        typer.Option(min=2, max=MAX_VOCABULARY, help="Prompts are random token ids below this."),
     ] = 32000,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds without a byte after which a request failed.")

@@ -22,7 +22,7 @@ from rich.progress import Progress as ProgressBar
 from dualpace.bench.load import LoadRequest, arrive_at_once, draw_prompts
 from dualpace.bench.record import RequestRecord
 from dualpace.bench.replay import Progress
-from dualpace.cli.load_flags import Load
+from dualpace.cli.load_flags import MAX_REQUESTS, Load
 from dualpace.core.errors import ConfigError
 
 MAX_SECONDS = 1e7  # of a replay: four months
@@ -33,7 +33,8 @@ class LoopFlags:
     """How many requests are in flight, and for how long."""
 
     max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Most requests in flight. (default: no limit)")
+        int | None,
+        typer.Option(min=1, max=MAX_REQUESTS, help="Most requests in flight. (default: no limit)"),
     ] = None
     duration: Annotated[
         float | None,

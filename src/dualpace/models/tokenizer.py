@@ -86,4 +86,7 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
         return Tokenizer(AutoTokenizer.from_pretrained(str(source.path), local_files_only=True))
     # transformers raises nearly anything for a damaged file, and each means the same here.
     except Exception as error:
-        raise ModelError(f"{source.path}: no usable tokenizer: {error}") from error
+        raise ModelError(
+            f"{source.path}: no usable tokenizer ({type(error).__name__}: {error}); "
+            "--tokenizer names another place"
+        ) from error
