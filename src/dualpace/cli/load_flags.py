@@ -27,7 +27,7 @@ from dualpace.bench.load import (
 from dualpace.core.errors import ConfigError
 
 MAX_SCALE = 1000.0
-MAX_REQUESTS = 10_000_000  # ten times the Azure week's busiest hour; each is a record in memory
+MAX_REQUESTS = 10_000_000  # each is a record in memory
 MAX_SPAN_S = 1e9  # thirty years: beyond that a clock in float64 no longer tells milliseconds well
 
 
