@@ -51,7 +51,8 @@ def test_the_engine_runs_clean(sanitizer: str, tmp_path: Path) -> None:
          f"-DCMAKE_CXX_COMPILER={compiler}", f"-DDUALPACE_SANITIZE={sanitizer}"],
         [cmake, "--build", str(build)],
         [*prefix, str(build / "test_mailbox")],
-        [*prefix, str(build / "test_native")],
+        [*prefix, str(build / "test_engine")],
+        [*prefix, str(build / "test_kernels")],
     ):  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, f"{command[0]}:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"

@@ -73,7 +73,8 @@ Lane = tuple[str, ...]
 
 class Restless(DualPacePolicy):
     """Sends a row to the host at every third token and asks it back one token later, so that each
-    moves as often as it can and still gets on."""
+    moves as often as it can and still gets on; and back comes what the policy itself would have,
+    once nobody else is on the GPU: the host may have no page for the row's next token."""
 
     def plan_gpu(self, view: GpuView) -> GpuDecision:
         decision = super().plan_gpu(view)
@@ -86,10 +87,11 @@ class Restless(DualPacePolicy):
             and row.tokens % 3 == 0
             and pages_for(row.tokens + 1, PAGE_TOKENS) <= view.host_pages_total
         ]
+        promote = tuple(row.id for row in view.host if row.tokens % 3 == 1)
+        if not view.decoding and not view.prefilling:
+            promote = promote or decision.promote
         return msgspec.structs.replace(
-            decision,
-            demote=(*decision.demote, *demote),
-            promote=tuple(row.id for row in view.host if row.tokens % 3 == 1),
+            decision, demote=(*decision.demote, *demote), promote=promote
         )
 
 
