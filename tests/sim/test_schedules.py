@@ -33,7 +33,7 @@ from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
 from dualpace.kv.pages import PagePool, pages_for
 from dualpace.policy.dualpace import DualPacePolicy
-from dualpace.policy.view import GpuDecision, GpuView
+from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView
 from dualpace.scheduler.rows import Phase
 from dualpace.sim.clock import VirtualClock
 from dualpace.sim.executor import SimulatedMemory, next_token
@@ -73,8 +73,8 @@ Lane = tuple[str, ...]
 
 class Restless(DualPacePolicy):
     """Sends a row to the host at every third token and asks it back one token later, so that each
-    moves as often as it can and still gets on; and back comes what the policy itself would have,
-    once nobody else is on the GPU: the host may have no page for the row's next token."""
+    moves as often as it can and still gets on. A row that the host has no page for is sent back:
+    nobody else would promote it."""
 
     def plan_gpu(self, view: GpuView) -> GpuDecision:
         decision = super().plan_gpu(view)
@@ -87,12 +87,22 @@ class Restless(DualPacePolicy):
             and row.tokens % 3 == 0
             and pages_for(row.tokens + 1, PAGE_TOKENS) <= view.host_pages_total
         ]
-        promote = tuple(row.id for row in view.host if row.tokens % 3 == 1)
-        if not view.decoding and not view.prefilling:
-            promote = promote or decision.promote
         return msgspec.structs.replace(
-            decision, demote=(*decision.demote, *demote), promote=promote
+            decision,
+            demote=(*decision.demote, *demote),
+            promote=tuple(row.id for row in view.host if row.tokens % 3 == 1),
         )
+
+    def plan_cpu(self, view: CpuView) -> CpuDecision:
+        decision = super().plan_cpu(view)
+        stuck = [
+            row.id
+            for row in view.rows
+            if row.id in decision.run and row.computed + 1 > row.pages * PAGE_TOKENS
+        ]
+        if len(view.rows) > 1 or len(stuck) <= view.pages_free:
+            return decision
+        return msgspec.structs.replace(decision, run=(), send_back=tuple(stuck))
 
 
 class Lanes(VirtualClock):
