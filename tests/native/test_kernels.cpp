@@ -104,7 +104,6 @@ struct Weights {
     linear.dtype = dtype;
     linear.panels = bytes.data();
     values = normal(static_cast<size_t>(n) * static_cast<size_t>(k));
-    const Source source{values.data(), kFloat32};
     const int part = n / interleave;
     for (int i = 0; i < interleave; ++i) {
       const size_t first = static_cast<size_t>(i * part) * static_cast<size_t>(k);
