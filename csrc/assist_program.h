@@ -14,7 +14,6 @@
 #include "attention.h"
 #include "decode_row.h"
 #include "mailbox.h"
-#include "memory.h"
 #include "model.h"
 #include "thread_pool.h"
 

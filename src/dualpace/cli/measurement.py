@@ -239,6 +239,7 @@ def _completed(profile: Profile, earlier: Profile, console: Console) -> Profile:
 
 
 def resolve_measured(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]:
+    """What is measured with these options, and what it is stored under."""
     from dualpace.resolution import fingerprint_of, resolve
 
     config, spec = resolve(options, to_measure=True)

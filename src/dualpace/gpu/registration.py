@@ -117,20 +117,23 @@ def give_memory(address: int, size: int) -> None:
     already stays.
 
     The kernel joins pages only where there is a page table, so one small page comes first. To fill
-    the rest with small ones, too, and have these joined takes many times as long.
+    the rest with small ones, too, and have these joined takes many times as long; but some kernels
+    join only what is there in full.
     """
     libc = ctypes.CDLL(None)
 
-    def advise(begin: int, end: int, advice: int) -> None:  # where refused, pages are small
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+    def advise(begin: int, length: int, advice: int) -> bool:
+        """False where the kernel refuses."""
+        return not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
 
     first, last = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + size) // HUGE_PAGE * HUGE_PAGE
     for unit in range(first, last, HUGE_PAGE):
-        advise(unit, unit + mmap.PAGESIZE, MADV_POPULATE_WRITE)
-    if first < last:
-        advise(first, last, MADV_COLLAPSE)
+        advise(unit, mmap.PAGESIZE, MADV_POPULATE_WRITE)
+        if not advise(unit, HUGE_PAGE, MADV_COLLAPSE):
+            advise(unit, HUGE_PAGE, MADV_POPULATE_WRITE)
+            advise(unit, HUGE_PAGE, MADV_COLLAPSE)
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    advise(begin, address + size, MADV_POPULATE_WRITE)
+    advise(begin, address + size - begin, MADV_POPULATE_WRITE)
 
 
 def _size(part: Tensor) -> int:

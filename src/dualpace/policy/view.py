@@ -38,9 +38,9 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     positions left to compute; waiting: rows without pages (the first of them); host: the oldest
     requests of the CPU engine; moving: rows under promotion, whose GPU pages are reserved;
     demoting_pages: GPU pages that rows under demotion will give back; host_rows, host_context:
-    requests that are the CPU engine's or on their way there, and their tokens; prefill_share: of
-    the last seconds of the GPU that prompts have taken; pages_moving: GPU
-    pages of rows whose KV is being copied to the GPU, where one scheduler owns both tiers.
+    requests that are the CPU engine's or on their way there, and their tokens; prefill_share: part
+    of the GPU's last seconds that prompts have taken; pages_moving: GPU pages of rows whose KV is
+    being copied to the GPU, where one scheduler owns both tiers.
     """
 
     now: float

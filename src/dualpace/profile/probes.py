@@ -114,7 +114,8 @@ def probe(
     points: (size, context) of each, `plan_points` by default; depth: steps that the engine has
     under way, so that the launch of one is hidden by the one before.
 
-    A point is the median of up to `REPEATS` times from the end of one step to that of the next.
+    A point is the median of the times from the end of one step to that of the next, `REPEATS` of
+    them and those of what is under way then, or fewer where the time is short.
     Raises what a step raises.
     """
     deadline = clock() + seconds
