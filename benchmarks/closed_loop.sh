@@ -19,7 +19,7 @@ case $shape in
 70b)
     room="--gpu-kv-tokens 12800 --max-model-len 4096 --host-weights none --host-kv-size 64GiB"
     load="--skip-longer 4096 --num-requests 2000 --max-concurrency 160"
-    filled=55
+    filled=50
     ;;
 *)
     echo "usage: $0 8b|70b TRACE RESULTS [SECONDS]" >&2

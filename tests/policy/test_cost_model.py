@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from dualpace.core.errors import ConfigError
-from dualpace.policy.cost_model import OPERATIONS, Point, Surface, TableCostModel
+from dualpace.policy.cost_model import (
+    OPERATIONS,
+    Point,
+    Surface,
+    TableCostModel,
+    cpu_step,
+)
 
 Points = list[tuple[float, float, float]]
 
@@ -104,3 +110,38 @@ def test_an_operation_with_too_few_points_is_refused_by_name() -> None:
     model = TableCostModel([Point("gpu_decode", 1, context, 1.0) for context in (1, 2)])
     with pytest.raises(ConfigError, match="too few points of gpu_decode"):
         model.gpu_decode(1, 1)
+
+
+def in_turns(attention: float, busy: float, turn: float, layers: int = 1000) -> float:
+    """Seconds of two halves, event by event: either attends on the one CPU, then keeps the one GPU
+    `busy`, and may go on `turn` seconds after the GPU took it up."""
+    cpu_free = gpu_free = 0.0
+    ready = [0.0, 0.0]
+    for _ in range(layers):
+        for half in (0, 1):
+            cpu_free = max(cpu_free, ready[half]) + attention
+            begin = max(cpu_free, gpu_free)
+            gpu_free, ready[half] = begin + busy, begin + turn
+    return max(ready)
+
+
+@pytest.mark.parametrize(
+    ("attention", "busy", "turn"), [(3.0, 1.0, 2.0), (1.0, 0.5, 4.0), (0.5, 2.0, 2.5), (0, 2, 3)]
+)
+def test_two_halves_take_as_long_as_the_schedule_in_which_they_take_turns(
+    attention: float, busy: float, turn: float
+) -> None:
+    layers = 1000
+    whole = {
+        "cpu_attention": attention * layers,
+        "assist": turn * layers,
+        "assist2": in_turns(0.0, busy, turn, layers),
+    }
+    costs = TableCostModel(
+        Point(name, size, context, seconds)  # type: ignore[arg-type]
+        for name, seconds in whole.items()
+        for size in (1, 64)
+        for context in ((0, 1000) if name == "cpu_attention" else (0,))
+    )
+    predicted = cpu_step(costs, "assist2", 32, 500, prefill_share=0.0).seconds
+    assert predicted == pytest.approx(in_turns(attention, busy, turn, layers), rel=0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,7 +67,7 @@ def test_without_a_gpu_gated_steps_can_be_measured_for_too(tiny_model: str, cach
 
 
 def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
-    tiny_model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 0
     profile = msgspec.structs.replace(
@@ -97,10 +98,16 @@ def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
                 yield msgspec.structs.replace(point, seconds=factor * predict(costs, point).seconds)
 
         monkeypatch.setattr(measurement, "probe", probe)
-        result = CliRunner().invoke(cli.profile_app, ["check", *run(tiny_model)[1:]])
+        asked_for = ["check", *run(tiny_model)[1:], "--csv", str(tmp_path / "points.csv")]
+        result = CliRunner().invoke(cli.profile_app, asked_for)
         return result.exit_code, result.output
 
     assert check(1.05)[0] == 0
+    with (tmp_path / "points.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["size"]), int(row["context"])) for row in rows] == asked
+    for row in rows:
+        assert float(row["measured_s"]) == pytest.approx(1.05 * float(row["predicted_s"]))
     assert not {*asked} & {(point.size, point.context) for point in profile.points}
     code, output = check(1.5)
     assert code == 1

@@ -24,7 +24,7 @@ from dualpace.cli.tables import table_console
 from dualpace.core.config import EngineOptions
 from dualpace.policy.cost_model import TableCostModel
 from dualpace.profile.chart import draw
-from dualpace.profile.check import MEDIAN_BOUND, P90_BOUND, Accuracy, accuracy
+from dualpace.profile.check import MEDIAN_BOUND, P90_BOUND, Accuracy, accuracy, write_points
 from dualpace.profile.shipped import file_of, shipped_names
 from dualpace.profile.table import find, load, path_of
 
@@ -86,6 +86,7 @@ def check(
     flags: MeasureFlags,
     seconds: Seconds = 30.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the points that are drawn.")] = 0,
+    csv: Annotated[Path | None, typer.Option(help="Write a line for each point.")] = None,
 ) -> None:
     """Measure points that the stored profile of MODEL does not have, and print how far off it is.
 
@@ -93,6 +94,7 @@ def check(
     """
     set_up_logging(logging.WARNING)
     with explained():
+        require_writable(csv)
         config, fingerprint = resolve_measured(flags.options(model))
         profile = find(fingerprint)
         if not config.gpu_pages:
@@ -100,7 +102,11 @@ def check(
             config = msgspec.structs.replace(config, gpu_pages=pages or config.gpu_pages)
         measured = Measured(held_out=seed)
         measured.run(config, seconds, Console(stderr=True))
-        found = accuracy(TableCostModel(profile.points), measured.points)
+        costs = TableCostModel(profile.points)
+        found = accuracy(costs, measured.points)
+        if csv is not None:
+            with written(csv):
+                write_points(csv, costs, measured.points)
     table_console().print(_accuracy_table(profile.date, found))
     off = [each.operation for each in found if not each.good]
     if off or not found:

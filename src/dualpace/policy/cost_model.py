@@ -116,16 +116,22 @@ def cpu_step(
     costs: CostModel, route: Route, rows: int, context: int, prefill_share: float
 ) -> Estimate:
     """A CPU iteration by `route`, beside GPU steps that spend `prefill_share` of their time on
-    prompts. Two halves take turns, so the slower side sets the pace."""
+    prompts.
+
+    Of two halves either waits for the slowest of three: both attentions, since the CPU attends to
+    one half at a time; its own attention and then its dense work; the GPU, which has both to do.
+    """
     if route == "local":
         return costs.cpu_iteration(rows, context)
     if route == "assist":
         attention, dense = costs.cpu_attention(rows, context), costs.assist(rows, prefill_share)
         seconds = attention.seconds + dense.seconds
     else:
-        attention = costs.cpu_attention(-(-rows // 2), context // 2)
+        half = -(-rows // 2)
+        attention, turn = costs.cpu_attention(half, context // 2), costs.assist(half, prefill_share)
         dense = costs.assist(rows, prefill_share, slots=2)
-        seconds = max(2 * attention.seconds, dense.seconds)
+        waits = attention.seconds + max(attention.seconds, turn.seconds)
+        seconds = max(waits, dense.seconds)
     return Estimate(seconds, attention.extrapolated or dense.extrapolated)
 
 

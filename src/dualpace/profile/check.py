@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from dualpace.policy.cost_model import WHOLES, Estimate, Operation, Point, TableCostModel, cpu_step
 
@@ -66,6 +68,21 @@ def accuracy(costs: TableCostModel, measured: Iterable[Point]) -> list[Accuracy]
         error = seconds / point.seconds - 1.0
         errors.setdefault(point.operation, []).append((error, extrapolated, point))
     return [_accuracy(operation, found) for operation, found in errors.items()]
+
+
+def write_points(path: Path, costs: TableCostModel, measured: Iterable[Point]) -> None:
+    """A line for each point, seconds as measured and as predicted."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["operation", "size", "context", "measured_s", "predicted_s", "extrapolated"]
+        )
+        for point in measured:
+            seconds, extrapolated = predict(costs, point)
+            writer.writerow(
+                [point.operation, point.size, point.context, point.seconds, seconds,
+                 int(extrapolated)]
+            )  # fmt: skip
 
 
 def _accuracy(operation: Operation, found: list[tuple[float, bool, Point]]) -> Accuracy:
