@@ -80,10 +80,10 @@ def test_dense_work_and_attention_come_apart_and_every_route_can_be_judged() -> 
         assert costs.assist(rows, 0.0).seconds == pytest.approx(gpu_part(rows))
         assert costs.assist_stolen(rows).seconds == 0.0
         # What is measured for no context attends to a token a row.
-        assert costs.cpu_attention(rows, 16_384).seconds == pytest.approx(
-            2.0**-11 * rows + 2.0**-20 * 16_384, abs=2.0**-20 * rows
+        assert costs.cpu_attention(rows, 32_768).seconds == pytest.approx(
+            2.0**-11 * rows + 2.0**-20 * 32_768, abs=2.0**-20 * rows
         )
-    for context in (65_536, 262_144):
+    for context in (32_768, 131_072):
         assert costs.cpu_attention(64, context).seconds == pytest.approx(
             2.0**-11 * 64 + 2.0**-20 * context
         )
@@ -107,11 +107,42 @@ def test_the_parts_predict_whole_iterations_by_either_route(operation: Whole) ->
     assert found.p90 < 0.01
 
 
+def test_attention_takes_as_long_as_it_does_beside_the_steps_of_the_gpu() -> None:
+    class BusyGpu(CpuEngine):
+        running = 0
+
+        def launch(self, batch: Batch) -> Future[StepResult]:
+            self.running += 1
+            time.sleep(1e-3)
+            cpu.now += 2.0**-30
+            ticket: Future[StepResult] = Future()
+            ticket.set_result(StepResult([0] * len(batch.rows)))
+            return ticket
+
+    class SharedHost(CpuEngine):
+        """Whose attention takes twice as long while the GPU engine launches steps."""
+
+        def launch(self, batch: Batch) -> Future[StepResult]:
+            before = gpu.running
+            time.sleep(0.01)
+            ticket = super().launch(batch)
+            if gpu.running > before:
+                self.now += 2.0**-20 * sum(row.end for row in batch.rows)
+            return ticket
+
+    cpu, gpu = SharedHost(), BusyGpu()
+    points = list(probe_assists(gpu, cpu, GPU, HOST, gpu_part, 0.0, cpu.clock))
+    costs = TableCostModel(points)
+    assert costs.cpu_attention(64, 131_072).seconds == pytest.approx(
+        2.0**-11 * 64 + 2 * 2.0**-20 * 131_072, rel=0.01
+    )
+
+
 def test_in_a_hurry_what_every_route_needs_is_measured_all_the_same() -> None:
     cpu = CpuEngine()
     points = list(probe_assists(GpuEngine(0), cpu, NO_SEATS, HOST, gpu_part, 0.0, cpu.clock))
     assert runnable(TableCostModel(points), ("assist",)) == ("assist",)
-    assert {point.size for point in points} == {1, 64}
+    assert {point.size for point in points} == {2, 64}
     assert not [point for point in points if point.operation == "assist_beside_prefill"]
 
 
@@ -119,7 +150,7 @@ def test_a_host_with_fewer_pages_than_there_may_be_rows_is_measured_up_to_these(
     cpu, small = CpuEngine(), dataclasses.replace(HOST, pages=40)
     points = list(probe_assists(GpuEngine(0), cpu, NO_SEATS, small, gpu_part, 0.0, cpu.clock))
     assert runnable(TableCostModel(points), ("assist", "assist2")) == ("assist", "assist2")
-    assert {point.size for point in points} == {1, 40}
+    assert {point.size for point in points} == {2, 40}
 
 
 @pytest.mark.parametrize("consequence", [None, ValueError("no assist came")])

@@ -20,8 +20,9 @@ from dualpace.core.plan import Batch, Executor
 from dualpace.policy.cost_model import Point, Whole
 from dualpace.profile.probes import Room, make_batch, probe, step_ends
 
-ROWS = (1, 8, 32, 64, 128, 256)
-CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144)  # tokens of all rows; the longest two that fit
+ROWS = (2, 8, 32, 64, 128, 256)  # fewer than two are no two halves
+# Tokens of all rows; the longest two that fit.
+CONTEXTS = (512, 2048, 8192, 32_768, 131_072, 524_288)
 REPEATS = 2
 DECODES = 32  # rows of the GPU's steps beside
 DEPTH = 2  # of them are under way at once, as in the engine
@@ -98,7 +99,7 @@ def probe_assists(
         whole = measure.shortest(rows, "assisted")
         # What rows cost the CPU that attend to a token each, and the rest, when nothing is beside.
         host = max(0.0, whole - dense_seconds(rows))
-        dense = alone = whole - host
+        dense = whole - host
         yield Point("cpu_attention", rows, 0, host)
         two = measure.shortest(rows, "assisted2")
         stolen = stolen2 = 0.0
@@ -119,8 +120,9 @@ def probe_assists(
         for place, context in enumerate(fitting[-2:]):
             if place and measure.late:
                 break
-            if (longer := measure.iteration(rows, context)) is not None:
-                yield Point("cpu_attention", rows, context, max(host, longer - alone))
+            # Beside decodes: these use the host's cores and memory, too.
+            if (longer := measure.iteration(rows, context, beside=decodes)) is not None:
+                yield Point("cpu_attention", rows, context, max(host, longer - dense))
 
 
 def probe_assisted(
@@ -166,16 +168,26 @@ class _Probe:
         assert seconds is not None
         return seconds
 
-    def iteration(self, rows: int, context: int, operation: Whole = "assisted") -> float | None:
-        """Seconds of one, the median of a few; None if there is no room for it."""
+    def iteration(
+        self,
+        rows: int,
+        context: int,
+        operation: Whole = "assisted",
+        beside: Batch | None = None,
+    ) -> float | None:
+        """Seconds of one, the median of a few, beside the GPU's steps of a batch if there is one;
+        None if there is no room for it."""
         batch = make_batch(operation, rows, context, self.room)
         if batch is None:
             return None
         times: list[float] = []
-        while len(times) < 2 or (len(times) <= REPEATS and not self.late):
-            start = self.clock()
-            self.cpu.launch(batch).result()
-            times.append(self.clock() - start)
+        with contextlib.ExitStack() as stack:
+            if beside is not None:
+                stack.enter_context(Beside(self.gpu, beside, self.clock))
+            while len(times) < 2 or (len(times) <= REPEATS and not self.late):
+                start = self.clock()
+                self.cpu.launch(batch).result()
+                times.append(self.clock() - start)
         return statistics.median(times[1:])  # the first one warms up
 
     def iteration_beside(
