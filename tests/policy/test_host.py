@@ -173,6 +173,23 @@ def test_prompts_leave_gpu_rows_their_target() -> None:
         assert more > target or budget == 1014
 
 
+def test_what_assists_take_costs_prompts_a_smaller_chunk_and_gpu_rows_nothing() -> None:
+    decoding = [RowView(f"r{i}", i, 100, 99, 7) for i in range(10)]
+    view = GpuView(
+        now=0.0, page_tokens=PAGE, pages_total=100, pages_free=100, max_rows=64, max_tokens=1024,
+        decoding=tuple(decoding), prefilling=(RowView("p", 99, 5000, 0, 90),),
+        host_rows=10, host_context=100_000,
+    )  # fmt: skip
+    full = gpu_step(COSTS, 10, 1000, [(1014, 0)]).seconds
+    # Of an iteration's 0.1 s of attention and 0.02 s of assists the GPU is kept for 0.01 s.
+    kept = 1.0 - 0.01 / 0.12
+    [(_, chunk)] = DualPacePolicy(64, HostRules(COSTS, 1.0, ("assist",))).plan_gpu(view).prefill
+    assert gpu_step(COSTS, 10, 1000, [(chunk, 0)]).seconds <= full * kept
+    assert gpu_step(COSTS, 10, 1000, [(chunk + PAGE, 0)]).seconds > full * kept
+    [(_, chunk)] = DualPacePolicy(64, HostRules(COSTS, 1.0, ("local",))).plan_gpu(view).prefill
+    assert chunk == 1014
+
+
 def test_the_default_target_is_where_a_larger_batch_gains_little() -> None:
     # 1 ms a row beside 0.1 s of weights: 256 rows make 719 a second, 95% of that takes 224 rows.
     filled = ADMITTED * default_itl_target(COSTS, ("local",), 256, None)

@@ -69,7 +69,8 @@ def simulate(
         typer.Option(help="Seconds a token may take on the CPU engine. (default: the profile's)"),
     ] = None,
     gpu_itl_target: Annotated[
-        float | None, typer.Option(help="Seconds a GPU step with decodes may take. (default: any)")
+        float | None,
+        typer.Option(help="Seconds a GPU step with decodes may take. (default: a full step's)"),
     ] = None,
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens in one GPU step.")

@@ -133,7 +133,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     profile_file: str | None = None  # None: nothing was measured
     cpu_itl_target: float | None = None  # seconds; None: rows alone bound the CPU batch
-    gpu_itl_target: float | None = None  # seconds; None: a step's tokens alone bound its prompts
+    gpu_itl_target: float | None = None  # seconds; None: what a step full of prompts takes
 
 
 def parse_size(text: str, flag: str) -> int:

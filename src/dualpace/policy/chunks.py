@@ -17,19 +17,31 @@ def prefill_budget(view: GpuView, decoding: int) -> int:
 
 
 def paced_budget(
-    view: GpuView, decoding: Sequence[RowView], budget: int, costs: CostModel, target: float
+    view: GpuView,
+    decoding: Sequence[RowView],
+    budget: int,
+    costs: CostModel,
+    target: float | None,
+    kept: float = 1.0,
 ) -> int:
-    """The most of `budget` with which a step of the `decoding` rows stays under `target` seconds.
+    """The most of `budget` with which a step of the `decoding` rows stays under `target` seconds,
+    by default those of a step with all of it that has the GPU to itself.
 
-    In whole pages and never less than one; taken as one chunk of the prompt that is first in line.
+    kept: the part of the GPU's time that is left to the step. In whole pages and never less than
+    one; taken as one chunk of the prompt that is first in line.
     """
     if not costs.covers("gpu_decode", "gpu_prefill"):
         return budget
     context = sum(row.tokens for row in decoding)
     start = view.prefilling[0].computed if view.prefilling else 0
 
+    def seconds(tokens: int) -> float:
+        return gpu_step(costs, len(decoding), context, [(tokens, start)]).seconds
+
+    limit = (seconds(budget) if target is None else target) * kept
+
     def fits(tokens: int) -> bool:
-        return gpu_step(costs, len(decoding), context, [(tokens, start)]).seconds <= target
+        return seconds(tokens) <= limit
 
     if fits(budget):
         return budget

@@ -25,7 +25,8 @@ class DualPacePolicy:
     """The product's policy.
 
     max_host_rows: bounds the requests of the CPU engine; host: bounds them by time as well, if
-    given; gpu_itl_target: seconds that a GPU step with decodes may take, if there is a limit.
+    given; gpu_itl_target: seconds that a GPU step with decodes may take; by default, what the
+    fullest one takes without assists, so that these cost prompts a smaller chunk and rows nothing.
     """
 
     uses_host = True
@@ -115,9 +116,14 @@ class DualPacePolicy:
     def _budget(self, view: GpuView, decoding: list[RowView]) -> int:
         """Positions for prompts in the next step."""
         budget = prefill_budget(view, len(decoding))
-        if self.host is None or self.gpu_itl_target is None or not decoding:
+        if self.host is None or not decoding or not (view.prefilling or view.waiting):
             return budget
-        return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target)
+        share = self.host.stolen_share(view.host_rows, view.host_context, view.prefill_share)
+        if self.gpu_itl_target is None and not share:
+            return budget
+        return paced_budget(
+            view, decoding, budget, self.host.costs, self.gpu_itl_target, kept=1.0 - share
+        )
 
     def _load(
         self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]

@@ -70,6 +70,16 @@ class HostRules:
         """Seconds of a CPU iteration by the route that takes the fewest."""
         return min(self.seconds(route, rows, context, prefill_share) for route in self.routes)
 
+    def stolen_share(self, rows: int, context: int, prefill_share: float) -> float:
+        """The part of the GPU's time that such iterations take by the route that takes the fewest
+        seconds, one after the other."""
+        if not rows:
+            return 0.0
+        seconds, route = min(
+            (self.seconds(route, rows, context, prefill_share), route) for route in self.routes
+        )
+        return min(stolen(self.costs, route, rows) / max(seconds, 1e-9), 1.0)
+
     def admits(self, rows: int, context: int, prefill_share: float) -> bool:
         """True if such a batch, with one that is new among them, will stay within the target."""
         return self.quickest(rows, context, prefill_share) <= ADMITTED * self.cpu_itl_target
