@@ -25,7 +25,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -49,6 +49,7 @@ REQUESTS = 16  # that are moved in turn, each with pages of its own
 MOVES = 200  # measured for a rate
 COPIES_UNDER_WAY = 4
 PROMPT_REPEATS = 3
+PARTS = ("rates", "decodes", "prefill")
 
 
 def jobs(direction: Direction, first_page: int, pages: int, scattered: bool) -> Iterator[CopyJob]:
@@ -235,7 +236,7 @@ class KvMoves:
                 answer[beside or "alone"]["copied_bytes_per_s"] = moved / stream.seconds
         return answer
 
-    def prompts(self, executor: Executor, chunk: int) -> dict[str, float]:
+    def prompts(self, executor: Executor, chunk: int) -> Figures:
         """Seconds of a prompt by the tier that it is computed for, medians."""
         given = self.given
         tiers: tuple[Tier, Tier] = ("gpu", "host")
@@ -246,7 +247,7 @@ class KvMoves:
                 steps = list(prompt_steps(name, given.prompt, chunk, tier, given.page_tokens))
                 seconds[tier].append(prefill_seconds(executor, steps))
         gpu, host = (statistics.median(seconds[tier][1:]) for tier in tiers)
-        return {"gpu_s": gpu, "host_s": host, "host_over_gpu": host / gpu}
+        return {"": {"gpu_s": gpu, "host_s": host, "host_over_gpu": host / gpu}}
 
 
 def wait_until_usable(executor: Any, pages: int) -> None:
@@ -274,6 +275,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32768, help="tokens of the long prompt")
     parser.add_argument("--chunk", type=int, help="max_num_batched_tokens; the engine's default")
     parser.add_argument("--page-tokens", type=int, default=32)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     measure = KvMoves(given)
     try:
@@ -282,10 +284,12 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from None
     with gpu_over_arena(config) as executor:
         wait_until_usable(executor, config.host_pages)
-        report = {"rates": shown("rates", measure.rates(executor, config.page_bytes))}
-        report["decodes"] = shown("decodes", measure.decodes(executor, config.page_bytes))
-        prompts = measure.prompts(executor, config.max_num_batched_tokens)
-        report["prefill"] = shown("prefill", {"": prompts})
+        measured: dict[str, Callable[[], Figures]] = {
+            "rates": lambda: measure.rates(executor, config.page_bytes),
+            "decodes": lambda: measure.decodes(executor, config.page_bytes),
+            "prefill": lambda: measure.prompts(executor, config.max_num_batched_tokens),
+        }
+        report = {part: shown(part, measured[part]()) for part in given.parts}
     facts = {**vars(given), "chunk": config.max_num_batched_tokens}
     print(json.dumps({**facts, "hardware": describe_machine(), **report}))
 

@@ -23,6 +23,8 @@ class Copies:
         self.on_host: dict[int, Any] = {}
         self.under_way: list[tuple[int, list[int], list[int]]] = []
         self.events = 0
+        self.awaited: list[int] = []  # by steps
+        self.loadable = 0  # the event that loads come after
 
     def mark(self) -> int:
         self.events += 1
@@ -33,7 +35,21 @@ class Copies:
         self.under_way.append((event, list(gpu_pages), list(host_pages)))
         return event
 
+    def loads_follow(self, event: int) -> None:
+        self.loadable = max(self.loadable, event)
+
+    def loads_follow_stores(self) -> None:
+        self.loadable = self.events
+
+    def loaded(self, host_page: int) -> Any:
+        """What a load that begins now is sure to find."""
+        for event, gpu_pages, host_pages in reversed(self.under_way):
+            if event <= self.loadable and host_page in host_pages:
+                return self.on_gpu[gpu_pages[host_pages.index(host_page)]]
+        return self.on_host[host_page]
+
     def steps_follow(self, event: int) -> None:
+        self.awaited.append(event)
         while self.under_way and self.under_way[0][0] <= event:
             _, gpu_pages, host_pages = self.under_way.pop(0)
             for gpu_page, host_page in zip(gpu_pages, host_pages, strict=True):
@@ -93,6 +109,9 @@ def test_every_position_reaches_its_host_page(seed: int) -> None:
                 pages, base = placed.pages, PAGE_TOKENS * len(placement.far.get(row.request_id, ()))
                 assert all(100 <= page < 100 + size for page in pages)
                 assert base % PAGE_TOKENS == 0
+            for position in range(base):
+                page, slot = divmod(position, PAGE_TOKENS)
+                assert copies.loaded(row.pages[page])[slot] == (row.request_id, position)
             for position in range(base, row.start):
                 page, slot = divmod(position - base, PAGE_TOKENS)
                 assert here[pages[page]][slot] == (row.request_id, position)
@@ -112,3 +131,21 @@ def test_every_position_reaches_its_host_page(seed: int) -> None:
         for position in range(prompt.length):
             page, slot = divmod(position, PAGE_TOKENS)
             assert copies.on_host[prompt.pages[page]][slot] == (prompt.name, position)
+
+
+def test_a_long_prompt_waits_for_the_stores_of_its_oldest_chunks_alone() -> None:
+    """Not for that of the chunk before, which is under way when the next one is launched."""
+    copies, chunk = Copies(), 3 * PAGE_TOKENS
+    transit = Transit(copies, 0, 4 * 3, PAGE_TOKENS)  # type: ignore[arg-type]
+    prompt = Prompt("p", 10 * chunk, list(range(100, 131)))
+    stores = []
+    for number in range(9):
+        batch = Batch(number, (prompt.row(chunk),))
+        placement = transit.place(batch)
+        for slot, page in enumerate(placement.batch.rows[0].pages):
+            copies.on_gpu[page] = {slot: "whatever"}
+        transit.depart(batch, placement)
+        stores.append(copies.events)
+        prompt.done += chunk
+    assert copies.awaited == stores[:5]
+    assert copies.loadable == stores[4]

@@ -49,10 +49,11 @@ class FarContext:
         self._units: list[_Unit] = []
         self._started = 0
         self._loaded: dict[int, torch.cuda.Event] = {}
-        self._used: dict[int, torch.cuda.Event] = {}
+        self._used: dict[int, torch.cuda.Event] = {}  # by slot, also by the step before
 
     def plan(self, spans: Sequence[Span], host_pages: Sequence[Sequence[int]]) -> None:
-        """host_pages: for each span, the pages of what is before its first page on the GPU."""
+        """host_pages: for each span, the pages of what is before its first page on the GPU. What is
+        loaded from here on finds it there."""
         self._units = [
             _Unit(span.first, span.count, list(pages[begin : begin + self._tile_pages]))
             for span, pages in zip(spans, host_pages, strict=True)
@@ -66,19 +67,17 @@ class FarContext:
                 self._spec.head_dim,
             )  # fmt: skip
             self._tiles = torch.empty(shape, dtype=torch.bfloat16, device=self._workspace.device)
+            everything = torch.cuda.Event()  # whatever had this memory before
+            everything.record()
+            self._used = dict.fromkeys(range(SLOTS), everything)
         while len(self._attentions) < len(self._units):
             self._attentions.append(
                 ContextAttention(self._spec, self._page_tokens, self._workspace)
             )
         for unit, attention in zip(self._units, self._attentions, strict=False):
             attention.plan(unit.count, np.arange(len(unit.pages), dtype=np.int32))
-        # The tiles may still be in use by the step before.
-        everything = torch.cuda.Event()
-        everything.record()
-        self._used = dict.fromkeys(range(SLOTS), everything)
         self._loaded = {}
         self._started = 0
-        self._copies.loads_follow_stores()
         for _ in range(SLOTS):
             self._start_next()
 

@@ -67,6 +67,10 @@ class PageCopies:
         """What is launched on the current stream from here on comes after `event`."""
         torch.cuda.current_stream().wait_event(event)
 
+    def loads_follow(self, event: torch.cuda.Event) -> None:
+        """What is loaded from here on comes after `event`."""
+        self._loads.wait_event(event)
+
     def loads_follow_stores(self) -> None:
         """What is loaded from here on comes after all stores that have been started."""
         self._loads.wait_stream(self._stores)

@@ -22,12 +22,26 @@ from dualpace.kv.pages import pages_for
 
 @dataclass
 class _Passage:
-    """One request's pages in the region, and its latest store."""
+    """One request's pages in the region, and the stores of what was computed in them."""
 
     base: int  # position at which the pages begin
     pages: list[int] = field(default_factory=list)
     positions: int = 0  # that it has computed: up to here the pages hold KV
-    stored: torch.cuda.Event | None = None
+    # Up to which position each has brought it to the host, oldest first.
+    stores: list[tuple[int, torch.cuda.Event]] = field(default_factory=list)
+
+    @property
+    def stored(self) -> torch.cuda.Event | None:
+        """The latest store."""
+        return self.stores[-1][1] if self.stores else None
+
+    def shed(self, pages: int, page_tokens: int) -> tuple[torch.cuda.Event, list[int]]:
+        """Let go of the oldest pages, whose chunks have ended: these, and their own last store."""
+        shed, self.pages = self.pages[:pages], self.pages[pages:]
+        self.base += pages * page_tokens
+        while len(self.stores) > 1 and self.stores[0][0] < self.base:
+            self.stores.pop(0)
+        return self.stores[0][1], shed
 
 
 class Placement(NamedTuple):
@@ -83,8 +97,8 @@ class Transit:
             stored = self._copies.store(
                 pages[first - skipped : last - skipped], row.pages[first:last], ended
             )
-            passage = self._passages[row.request_id]
-            passage.stored = self._landing[row.request_id] = stored
+            self._passages[row.request_id].stores.append((row.end, stored))
+            self._landing[row.request_id] = stored
             if row.sample:
                 self._leave(row.request_id)
 
@@ -101,6 +115,8 @@ class Transit:
             if row.start % self._page_tokens:
                 return None  # the page that it goes on with is not here
             passage = _Passage(base=row.start)
+            if row.start:
+                self._copies.loads_follow_stores()
         first_page = row.start // self._page_tokens - passage.base // self._page_tokens
         needed = pages_for(row.end - passage.base, self._page_tokens) - len(passage.pages)
         if not self._make_room(needed, kept | {row.request_id}):
@@ -108,9 +124,9 @@ class Transit:
             missing = needed - len(self._free)
             if missing > first_page or passage.stored is None:
                 return None
-            self._leaving.append((passage.stored, passage.pages[:missing]))
-            del passage.pages[:missing]
-            passage.base += missing * self._page_tokens
+            stored, pages = passage.shed(missing, self._page_tokens)
+            self._copies.loads_follow(stored)
+            self._leaving.append((stored, pages))
             self._make_room(needed, kept | {row.request_id})
         passage.pages += [self._free.pop(0) for _ in range(needed)]
         passage.positions = row.end
