@@ -22,7 +22,8 @@ from dualpace.policy.view import GpuView, Policy
 from dualpace.scheduler.base import SchedulerBase
 from dualpace.scheduler.load import PrefillShare
 from dualpace.scheduler.moves import Mover
-from dualpace.scheduler.rows import HOST_PHASES, Phase, Row, by_arrival
+from dualpace.scheduler.planned_row import by_arrival
+from dualpace.scheduler.rows import HOST_PHASES, Phase, Row
 from dualpace.scheduler.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from dualpace.core.messages import CPU, Cancel, Loaded, Recall
 from dualpace.scheduler.patience import LOOK_INTERVAL, Patience
-from dualpace.scheduler.rows import Phase, Row, by_arrival
+from dualpace.scheduler.planned_row import by_arrival
+from dualpace.scheduler.rows import Phase, Row
 
 if TYPE_CHECKING:
     from dualpace.scheduler.gpu import GpuScheduler
