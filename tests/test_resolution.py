@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dualpace.core.config import EngineOptions
+from dualpace import resolution
+from dualpace.core.config import POLICIES, Device, EngineOptions, PolicyName
 from dualpace.resolution import resolve
 
 
@@ -26,3 +27,24 @@ def test_who_wants_assists_without_a_gpu_is_told_once_that_they_are_slow(
     resolve(EngineOptions(model="smollm2", device="cpu", host_kv_size="64MiB", **options))
     told = [each for each in caplog.records if "without a GPU an assist" in each.message]
     assert len(told) == warnings
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("device", "asked_for", "steps"),
+    [("cuda", None, 2), ("cuda", False, 1), ("cpu", None, 1), ("cpu", True, 2)],
+)
+def test_a_gpu_plans_ahead_unless_told_otherwise(
+    policy: PolicyName,
+    device: Device,
+    asked_for: bool | None,
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resolution, "cuda_device_count", lambda: 1)
+    options = EngineOptions(
+        model="smollm2", device=device, policy=policy, host_kv_size="64MiB",
+        async_scheduling=asked_for,
+    )  # fmt: skip
+    config, _ = resolve(options, to_measure=True)
+    assert config.steps_in_flight == steps

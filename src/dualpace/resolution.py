@@ -95,7 +95,7 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
     # On the stand-in a step planned ahead only makes new requests wait longer.
     overlapped = options.async_scheduling
     if overlapped is None:
-        overlapped = device == "cuda" and options.policy != "gated"
+        overlapped = device == "cuda"
     config = EngineConfig(
         model=options.model,
         load_format=options.load_format,

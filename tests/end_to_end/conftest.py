@@ -331,6 +331,15 @@ def checkpoint(
     return _tiny_llama(int(request.param.removeprefix("group")), tmp_path_factory)
 
 
+@pytest.fixture(params=[1, 2])
+def gpu_depth(request: pytest.FixtureRequest, checkpoint: Any) -> int:
+    """Steps that the GPU engine has under way at once: as it is served, and for the small models
+    one, too."""
+    if request.param == 1 and checkpoint.source.path == resolve("smollm2").path:
+        pytest.skip("depth 1 is told by the small models")
+    return int(request.param)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A checkpoint that starts in an instant."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dualpace.core.plan import PENDING, Batch, StepResult, Ticket
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
 from dualpace.policy.cost_model import Point, TableCostModel
@@ -49,28 +50,41 @@ class Watched:
         return CpuDecision()
 
 
-def serve(engines: Any, states: list[RequestState]) -> Any:
-    """`states` by gated steps, in which both tiers and both halves have had their part."""
+def serve(engines: Any, states: list[RequestState], gpu_depth: int) -> Any:
+    """`states` by gated steps, in which both tiers and both halves have had their part, and by
+    others, planned ahead where the engine has more than one step under way."""
     policy = Watched()
-    run = engines.run(policy, states)
+    ahead = 0
+    launch = engines.gpu.launch
+
+    def count(step: Batch) -> Ticket[StepResult]:
+        nonlocal ahead
+        ahead += any(row.tokens == [PENDING] for row in step.rows)
+        return launch(step)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engines.gpu, "launch", count)
+        run = engines.run(policy, states, gpu_depth)
+    assert (ahead > 0) == (gpu_depth > 1)
     assert (True, True) in policy.gates
     assert min(run.moves[move] for move in ("gated", "promoted", "demoted")) > 0
     return run
 
 
 def test_greedy_tokens_equal_transformers(
-    checkpoint: Any, make_gated_engines: Callable[..., Any]
+    checkpoint: Any, gpu_depth: int, make_gated_engines: Callable[..., Any]
 ) -> None:
     params = DecodeParams(max_tokens=STEPS)
     prompts = checkpoint.prompts * (10 // len(checkpoint.prompts))
     states = [RequestState(f"r{i}", i, 0, list(each), [], params) for i, each in enumerate(prompts)]
-    run = serve(make_gated_engines(checkpoint.source, GPU_PAGES, HOST_PAGES), states)
+    run = serve(make_gated_engines(checkpoint.source, GPU_PAGES, HOST_PAGES), states, gpu_depth)
     answers = checkpoint.answers * (10 // len(checkpoint.answers))
     assert list(run.tokens.values()) == answers
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 def test_sampling_rules_and_logprobs_are_those_of_ungated_steps(
-    tiny: Any, make_gated_engines: Callable[..., Any]
+    tiny: Any, depth: int, make_gated_engines: Callable[..., Any]
 ) -> None:
     rules: list[dict[str, Any]] = [
         {"temperature": 0.8, "seed": 2**64 - 1},
@@ -87,7 +101,8 @@ def test_sampling_rules_and_logprobs_are_those_of_ungated_steps(
         for i in range(10)
     ]  # fmt: skip
     engines = make_gated_engines(tiny.source, GPU_PAGES, HOST_PAGES)
-    gated = serve(engines, msgspec.convert(msgspec.to_builtins(states), list[RequestState]))
+    copies = msgspec.convert(msgspec.to_builtins(states), list[RequestState])
+    gated = serve(engines, copies, depth)
     alone = make_gated_engines(tiny.source, 200, HOST_PAGES).run(Watched(), states)
     assert alone.moves["gated"] == 0
     assert gated.tokens == alone.tokens

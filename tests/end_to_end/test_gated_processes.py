@@ -88,10 +88,13 @@ def moves(server: Server) -> Counter[str]:
     return counted
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("how", "ahead"), [(signal.SIGKILL, True), (signal.SIGSTOP, False)])
 def test_a_cpu_engine_that_dies_or_stops_in_gated_steps_changes_no_token(
-    tiny: Any, options: EngineOptions, how: signal.Signals
+    tiny: Any, options: EngineOptions, how: signal.Signals, ahead: bool
 ) -> None:
+    """With steps planned ahead, as on a GPU, and without."""
+    options = msgspec.structs.replace(options, async_scheduling=ahead)
+
     async def scenario() -> None:
         async with serving(options) as server:
             before = await answers(server, tiny)

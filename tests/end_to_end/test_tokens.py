@@ -14,7 +14,6 @@ from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
 from dualpace.cpu import _native
 from dualpace.cpu.model import CpuModel
-from dualpace.models.registry import resolve
 from dualpace.models.spec import load_spec
 from dualpace.models.weights import iter_weights
 from dualpace.policy.chunks import prefill_budget, prefill_chunks
@@ -65,15 +64,6 @@ def requests(prompts: list[list[int]], **params: Any) -> list[RequestState]:
     return [
         RequestState(f"r{i}", i, 0, list(prompt), [], settings) for i, prompt in enumerate(prompts)
     ]
-
-
-@pytest.fixture(params=[1, 2])
-def gpu_depth(request: pytest.FixtureRequest, checkpoint: Any) -> int:
-    """Steps that the GPU engine has under way at once: as it is served, and for the small models
-    one, too."""
-    if request.param == 1 and checkpoint.source.path == resolve("smollm2").path:
-        pytest.skip("depth 1 is told by the small models")
-    return int(request.param)
 
 
 @pytest.mark.parametrize("tier", ["gpu", "host"])

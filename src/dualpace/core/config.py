@@ -94,8 +94,6 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.policy == "gated" and self.cpu_route == "local":
             raise ConfigError("--policy gated has no CPU iterations: --cpu-route auto")
-        if self.policy == "gated" and self.async_scheduling:
-            raise ConfigError("--policy gated runs one step at a time: --no-async-scheduling")
         if self.host_weights == "none" and self.cpu_route == "local":
             raise ConfigError("--cpu-route local needs weights on the host: --host-weights auto")
         for flag, target in (

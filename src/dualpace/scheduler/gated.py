@@ -2,14 +2,15 @@
 
 Host rows have no pace of their own: they decode in those steps for which the policy opens the
 gate. The CPU engine is told of each such step (`gated_cpu` is its scheduler) and owns nothing:
-should it die in one, all KV is still there, and the rows are run again.
+should it die in one, all KV is still there, and the rows are run again. Copies between the tiers
+are in `swaps`.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dualpace.core.errors import AssistError, StepTooLargeError
 from dualpace.core.messages import (
@@ -26,20 +27,24 @@ from dualpace.core.messages import (
     Submit,
     token_event,
 )
-from dualpace.core.plan import Batch, BatchRow, CopyJob, CopyKind, StepResult, Tier
-from dualpace.kv.ledger import TransferLedger
+from dualpace.core.plan import Batch, BatchRow, CopyJob, StepResult, Tier
 from dualpace.kv.pages import BlockTable, PagePool, pages_for
 from dualpace.policy.view import GpuDecision, GpuView, Policy
 from dualpace.scheduler.attendant import Attendant
 from dualpace.scheduler.base import SchedulerBase
-from dualpace.scheduler.gated_rows import TierRow, by_arrival
+from dualpace.scheduler.gated_rows import TierRow
+from dualpace.scheduler.planned_row import by_arrival
+from dualpace.scheduler.swaps import Swaps
 
 logger = logging.getLogger(__name__)
 NO_LIMIT = 2**62
 
 
 class GatedScheduler(SchedulerBase):
-    """One step at a time. pages, host_pages: of the two pools."""
+    """Plans ahead as `GpuScheduler` does, but for gated steps: nothing is under way beside one.
+
+    pages, host_pages: of the two pools.
+    """
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class GatedScheduler(SchedulerBase):
         super().__init__(CPU, PagePool(pages))
         self.host_pages = host_pages
         self.host_pool = PagePool(min(host_pages, usable_host_pages()))
+        self._pools: Mapping[Tier, PagePool] = {"gpu": self.pool, "host": self.host_pool}
         self.usable_host_pages = usable_host_pages
         self.policy = policy
         self.attendant = attendant
@@ -69,16 +75,15 @@ class GatedScheduler(SchedulerBase):
         self.step_tokens = self.most_tokens = NO_LIMIT if attendant is None else max_tokens
         self.rows: dict[str, TierRow] = {}
         self.queue: list[TierRow] = []  # without pages, in arrival order
-        self.ledger = TransferLedger()
-        self._draining: int | None = None  # generation of a dead CPU engine
-        self._copies: list[CopyJob] = []
-        self._tables: dict[int, tuple[BlockTable, BlockTable]] = {}
-        self._landing: dict[int, tuple[TierRow | None, BlockTable]] = {}
-        self._held: dict[int, list[tuple[PagePool, BlockTable]]] = {}
+        self.swaps = Swaps(self._pools, page_tokens)
+        # Generation of a dead CPU engine, and the last step that was launched before.
+        self._draining: tuple[int, int] | None = None
+        self._gated_step = 0  # the last one
+        self._held: dict[int, list[tuple[PagePool, BlockTable]]] = {}  # by step, oldest first
 
     @property
     def pools(self) -> tuple[PagePool, ...]:
-        return self.pool, self.host_pool
+        return tuple(self._pools.values())
 
     # -- drain -----------------------------------------------------------------------------------
 
@@ -92,7 +97,7 @@ class GatedScheduler(SchedulerBase):
                 self.attendant.came_up()
             case PeerDown() if self.attendant is not None:
                 self.attendant.went_down()
-                self._draining = body.generation
+                self._draining = body.generation, self.steps
                 self._report_drained()
             case HostGone():
                 pass  # the gate is shut already, and all rows can come back to the GPU
@@ -109,18 +114,19 @@ class GatedScheduler(SchedulerBase):
 
     def end(self, row: TierRow) -> None:
         """Off the books; pages are free once no step or copy holds them."""
-        del self.rows[row.state.id]
+        del self.rows[row.id]
         if row.table is None:
             self.queue.remove(row)
         else:
-            self._pool(row.tier).drop(row.table)
+            self._pools[row.tier].drop(row.table)
 
     def requeue(self, row: TierRow) -> None:
         """Back to the waiting queue, with nothing computed."""
         assert row.table is not None
-        self._pool(row.tier).drop(row.table)
-        row.table = row.step = None
+        self._pools[row.tier].drop(row.table)
+        row.table = None
         row.computed = 0
+        row.forget_steps()
         bisect.insort(self.queue, row, key=by_arrival)
         self.moves["preempted"] += 1
 
@@ -130,23 +136,26 @@ class GatedScheduler(SchedulerBase):
         self.report_stats(now, len(self.rows) - len(self.queue), len(self.queue))
         if self.host_pool.total < self.host_pages:
             self.host_pool.extend(min(self.host_pages, self.usable_host_pages()))
-        if not self.rows:
+        if not self.rows or self._gated_step in self._held:
             return None
         decision = self.policy.plan_gpu(self.view(now))
+        if self._held and self._must_wait(decision):
+            return None  # nothing of it is done: it is decided afresh then
         for request_id in decision.demote:
-            self._swap(self.rows[request_id], "host")
+            self._swap_out(self.rows[request_id])
         for request_id in decision.promote:
-            self._swap(self.rows[request_id], "gpu")
-        for request_id in decision.admit:
-            self._admit(self.rows[request_id], "gpu")
-        for request_id in decision.reserve:
-            self._admit(self.rows[request_id], "host")
+            if not self.swaps.swap(self.rows[request_id], "gpu"):
+                break
+            self.moves["promoted"] += 1
+        self._admit(decision.admit, "gpu")
+        self._admit(decision.reserve, "host")
         return self.build(decision)
 
     def view(self, now: float) -> GpuView:
-        """The books as the policy may see them; rows that are being copied are in none."""
-        still = sorted(
-            (row for row in self.rows.values() if row.table is not None and row.still),
+        """The books as the policy may see them, as they will be once all launched steps have ended;
+        rows that are being copied are in none."""
+        ready = sorted(
+            (row for row in self.rows.values() if row.table is not None and row.ready),
             key=by_arrival,
         )
         moving = [row for row in self.rows.values() if row.target is not None]
@@ -157,10 +166,10 @@ class GatedScheduler(SchedulerBase):
             pages_free=self.pool.free,
             max_rows=self.max_rows,
             max_tokens=self.max_tokens,
-            decoding=tuple(row.view() for row in still if row.decodes and row.tier == "gpu"),
-            prefilling=tuple(row.view() for row in still if not row.decodes),
+            decoding=tuple(row.view() for row in ready if row.decodes and row.tier == "gpu"),
+            prefilling=tuple(row.view() for row in ready if not row.decodes),
             waiting=tuple(row.view() for row in self.queue[: self.max_rows]),
-            host=tuple(row.view() for row in still if row.decodes and row.tier == "host"),
+            host=tuple(row.view() for row in ready if row.decodes and row.tier == "host"),
             pages_moving=sum(
                 len(row.target) for row in moving if row.target and row.tier == "host"
             ),
@@ -169,17 +178,27 @@ class GatedScheduler(SchedulerBase):
             host_pages_free=self.host_pool.free,
         )
 
+    def _must_wait(self, decision: GpuDecision) -> bool:
+        """True if that needs the step under way to have ended: a gate that opens, KV that leaves
+        while it is computed, decodes for which pages may then be free."""
+        if any(decision.gate) or any(self.rows[each].steps for each in decision.demote):
+            return True
+        missing = sum(max(0, self._missing_pages(row, 1)) for row in self._decodes(decision))
+        return missing > self.pool.free
+
+    def _decodes(self, decision: GpuDecision) -> list[TierRow]:
+        """The GPU's, in arrival order."""
+        prompts = dict(decision.prefill)  # one of one token looks like a decode
+        rows = (
+            row
+            for row in self.rows.values()
+            if row.decodes and row.tier == "gpu" and row.ready and row.id not in prompts
+        )
+        return sorted(rows, key=by_arrival)
+
     def build(self, decision: GpuDecision) -> Batch | None:
         """GPU decodes, prompts and the first half's host rows; then the second half's."""
-        prompts = dict(decision.prefill)  # a prompt of one token looks like a decode
-        decodes = sorted(
-            (
-                row
-                for row in self.rows.values()
-                if row.decodes and row.tier == "gpu" and row.still and row.state.id not in prompts
-            ),
-            key=by_arrival,
-        )[: self.step_tokens]
+        decodes = self._decodes(decision)[: self.step_tokens]
         left = self.step_tokens - len(decodes)
         gate = []
         for request_ids in decision.gate:
@@ -201,6 +220,8 @@ class GatedScheduler(SchedulerBase):
             tuple(row.batch_row(count, gated=id(row) in gated) for row, count in parts),
             second_half=len(first) if gated else None,
         )
+        if gated:
+            self._gated_step = batch.number
         self.moves["gated"] += sum(row.gated for row in batch.rows)
         self._hold(batch, parts)
         self._tell_attendant(batch)
@@ -235,50 +256,42 @@ class GatedScheduler(SchedulerBase):
         if self.attendant is not None and any(halves):
             self.send(CPU, GatedRun(batch.number, [half for half in halves if half]))
 
-    def _admit(self, row: TierRow, tier: Tier) -> None:
-        """Pages for a waiting row's tokens and the next one, if they are free by now."""
-        table = self._pool(tier).take(pages_for(row.state.num_tokens + 1, self.page_tokens))
-        if table is not None:
+    def _admit(self, request_ids: Sequence[str], tier: Tier) -> None:
+        """Pages for the waiting rows' tokens and the next one, until they are not free by now."""
+        for request_id in request_ids:
+            row = self.rows[request_id]
+            count = pages_for(row.state.num_tokens + 1, self.page_tokens)
+            table = self._pools[tier].take(count)
+            if table is None:
+                return
             self.queue.remove(row)
             row.table = table
             row.tier = tier
 
-    def _swap(self, row: TierRow, tier: Tier) -> None:
-        """Start to copy a row to the other tier, if it has room by now. Without room on the host
-        it makes room on the GPU all the same."""
-        assert row.table is not None
-        count = pages_for(row.state.num_tokens, self.page_tokens)
-        target = self._pool(tier).take(count)
-        if target is None:
-            if tier == "host":
-                self.requeue(row)
-            return
-        used = pages_for(row.computed, self.page_tokens)
-        row.target = target
-        kind: CopyKind = "store" if tier == "host" else "load"
-        job = self.ledger.open(row.state.id, kind, row.table.pages[:used], target.pages[:used])
-        self._pool(row.tier).hold(row.table)
-        self._tables[job.number] = (row.table, target)
-        self._copies.append(job)
-        self.moves["demoted" if tier == "host" else "promoted"] += 1
+    def _swap_out(self, row: TierRow) -> None:
+        """Without room on the host it makes room on the GPU all the same."""
+        if self.swaps.swap(row, "host"):
+            self.moves["demoted"] += 1
+        else:
+            self.requeue(row)
 
     def _has_room(self, row: TierRow, count: int) -> bool:
         assert row.table is not None
-        missing = pages_for(row.computed + count, self.page_tokens) - len(row.table)
-        return missing <= 0 or self._pool(row.tier).grow(row.table, missing)
+        missing = self._missing_pages(row, count)
+        return missing <= 0 or self._pools[row.tier].grow(row.table, missing)
 
-    def _pool(self, tier: Tier) -> PagePool:
-        return self.pool if tier == "gpu" else self.host_pool
+    def _missing_pages(self, row: TierRow, count: int) -> int:
+        """For the next `count` positions; less than 0 if it has more."""
+        return pages_for(row.computed + count, self.page_tokens) - len(row.pages)
 
     def _hold(self, batch: Batch, parts: Sequence[tuple[TierRow, int]]) -> None:
         """The step is launched with these rows, and names their tables, of two pools."""
         held = []
-        for row, count in parts:
+        for (row, _), part in zip(parts, batch.rows, strict=True):
             assert row.table is not None
-            row.step = batch.number
-            row.computed += count
-            held.append((self._pool(row.tier), row.table))
-            self._pool(row.tier).hold(row.table)
+            row.launched(batch.number, part)
+            held.append((self._pools[row.tier], row.table))
+            self._pools[row.tier].hold(row.table)
         self._held[batch.number] = held
 
     # -- commit ----------------------------------------------------------------------------------
@@ -291,6 +304,7 @@ class GatedScheduler(SchedulerBase):
             token = result.tokens[index]
             if row is None or token is None:
                 continue
+            row.pending -= 1
             row.state.append(token, result.logprobs.get(index))
             last = len(row.state.output) - 1
             self.emit_token(token_event(row.state, last, attended=part.gated))
@@ -309,12 +323,12 @@ class GatedScheduler(SchedulerBase):
             logger.error("step %d failed: %s", batch.number, error, exc_info=error)
             for row, _ in parts:
                 reason = f"the GPU engine failed in a step: {error}"
-                self.send(FRONTEND, Failed(row.state.id, row.state.epoch, reason))
+                self.send(FRONTEND, Failed(row.id, row.state.epoch, reason))
                 self.end(row)
             return
         logger.warning("step %d is run again: %s", batch.number, error)
         for row, part in parts:
-            row.computed = part.start
+            row.rewind(part)
 
     def _ended(self, batch: Batch) -> list[tuple[TierRow | None, BatchRow]]:
         """The step has ended: let its pages go. Its rows; None for one that has ended, too, or is
@@ -322,66 +336,35 @@ class GatedScheduler(SchedulerBase):
         rows: list[tuple[TierRow | None, BatchRow]] = []
         for part, (pool, table) in zip(batch.rows, self._held.pop(batch.number), strict=True):
             row = self.rows.get(part.request_id)
-            if row is not None and row.step != batch.number:
+            if row is not None and batch.number not in row.steps:
                 row = None
             if row is not None:
-                row.step = None
+                row.steps.remove(batch.number)
             if part.tier == "host" and not part.gated and self.attendant is not None:
-                self._land(part.request_id, table, row)
+                self.swaps.land(part.request_id, table, row)
             pool.drop(table)
             rows.append((row, part))
         self._report_drained()
         return rows
 
     def _report_drained(self) -> None:
-        if self._draining is not None and not self._held:
-            self.send(FRONTEND, PeerDrained(self._draining))
+        """The CPU engine has died, and every step that was under way then has ended."""
+        if self._draining is None:
+            return
+        generation, last = self._draining
+        if all(number > last for number in self._held):
+            self.send(FRONTEND, PeerDrained(generation))
             self._draining = None
 
     # -- copies ----------------------------------------------------------------------------------
 
-    def _land(self, request_id: str, table: BlockTable, row: TierRow | None) -> None:
-        """See that what a step has computed for these host pages arrives there, even if the row
-        has ended."""
-        job = self.ledger.open(request_id, "land", [], [])
-        self.host_pool.hold(table)
-        self._landing[job.number] = (row, table)
-        if row is not None:
-            row.landing += 1
-        self._copies.append(job)
-
     def take_copies(self) -> list[CopyJob]:
-        jobs, self._copies = self._copies, []
-        return jobs
+        return self.swaps.take()
 
     def copied(self, job: CopyJob, error: Exception | None) -> None:
-        """The row goes on in its new tier; if the copy failed, or it has ended, nowhere new."""
-        self.ledger.close(job)
-        if error is not None:
-            logger.error("%s of %s failed: %s", job.kind, job.request_id, error, exc_info=error)
-        if job.kind == "land":
-            self._landed(job, error)
-            return
-        source, target = self._tables.pop(job.number)
-        new: Tier = "host" if job.kind == "store" else "gpu"
-        old: Tier = "gpu" if new == "host" else "host"
-        self._pool(old).drop(source)
         row = self.rows.get(job.request_id)
-        if row is None or error is not None:
-            self._pool(new).drop(target)
-            if row is not None:
-                row.target = None
-            return
-        self._pool(old).drop(source)
-        row.tier, row.table, row.target = new, target, None
-
-    def _landed(self, job: CopyJob, error: Exception | None) -> None:
-        row, table = self._landing.pop(job.number)
-        self.host_pool.drop(table)
-        if row is None:
-            return
-        row.landing -= 1
-        if error is not None and row.table is table and self.rows.get(job.request_id) is row:
+        if not self.swaps.ended(job, row, error):
+            assert row is not None
             self.requeue(row)
 
     # -- integrity -------------------------------------------------------------------------------
@@ -389,4 +372,4 @@ class GatedScheduler(SchedulerBase):
     def check_integrity(self) -> None:
         super().check_integrity()
         self.host_pool.check_integrity(idle=not self.rows)
-        self.ledger.check_integrity()
+        self.swaps.check_integrity()

@@ -26,7 +26,7 @@ class GatedCpuScheduler(SchedulerBase):
 
     def handle(self, body: AnyMessage) -> None:
         if isinstance(body, GatedRun):
-            # The GPU engine has one step at a time: an earlier one is given up.
+            # The GPU engine has one gated step at a time: an earlier one is given up.
             self._next = body
         else:
             logger.error("a CPU engine of gated steps has no use for %s", type(body).__name__)

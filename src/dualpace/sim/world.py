@@ -149,7 +149,7 @@ class World:
         self.gated = isinstance(policy, GatedPolicy)
         self.attendant = Attendant() if self.gated and attended else None
         self.gpu_scheduler = self._gpu_scheduler(max_tokens)
-        self.gpu = self._engine(GPU, self.gpu_scheduler, 1 if self.gated else gpu_depth)
+        self.gpu = self._engine(GPU, self.gpu_scheduler, gpu_depth)
         for part in range(1, REGISTERED_PARTS + 1):
             self.clock.at(hardware.registration * part / REGISTERED_PARTS, self._registered(part))
         self._start_cpu()
