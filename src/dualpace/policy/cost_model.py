@@ -123,7 +123,7 @@ def cpu_step(
     """
     if route == "local":
         return costs.cpu_iteration(rows, context)
-    if route == "assist":
+    if route == "assist" or rows < 2:  # a single row has no halves
         attention, dense = costs.cpu_attention(rows, context), costs.assist(rows, prefill_share)
         seconds = attention.seconds + dense.seconds
     else:
