@@ -13,6 +13,7 @@ from dualpace.assist.mailbox import Layout, Mailbox, mailbox_layout, open_mailbo
 from dualpace.core.config import EngineConfig
 from dualpace.core.messages import CPU, GPU, EngineName
 from dualpace.core.model_spec import ModelSpec
+from dualpace.core.timeline import Timeline
 from dualpace.cpu._native import supported_isas
 from dualpace.cpu.threads import allowed_cores
 from dualpace.models.progress import with_progress
@@ -33,6 +34,7 @@ def gpu_executor(
     wake: Callable[[], None],
     mailbox_fd: int | None = None,
     bar: bool = False,
+    timeline: Timeline | None = None,
 ) -> TorchExecutor | StandInExecutor:
     """Torch for CUDA. Without a GPU the C++ engine stands in; and torch again where that has none
     but its portable kernels, which are there to be right and not to be fast, and where the CPU
@@ -49,7 +51,9 @@ def gpu_executor(
     from dualpace.gpu.executor import TorchExecutor  # imports torch, which the CPU engine must not
 
     mailbox = end_of_mailbox(config, spec, mailbox_fd, "gpu")
-    return TorchExecutor(config, spec, weights, arena=arena, wake=wake, mailbox=mailbox)
+    return TorchExecutor(
+        config, spec, weights, arena=arena, wake=wake, mailbox=mailbox, timeline=timeline
+    )
 
 
 def _stand_in_cores(config: EngineConfig) -> tuple[int, ...]:

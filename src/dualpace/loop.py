@@ -7,13 +7,15 @@ messages.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dualpace.core.errors import FatalEngineError
 from dualpace.core.messages import AnyMessage, Envelope
 from dualpace.core.plan import Batch, CopyJob, Executor, StepResult, Ticket
+from dualpace.core.timeline import Timeline
 from dualpace.ipc import Port
 
 Outcome = TypeVar("Outcome")
@@ -57,13 +59,21 @@ class Scheduler(Protocol):
         ...
 
 
+class _Start(NamedTuple):
+    """Of a step or copy: the how many-th, and when."""
+
+    number: int
+    time: float
+
+
 class EngineLoop:
     """Runs one engine until its scheduler has stopped.
 
     depth: steps that may be under way at once. With 1 the next step is planned when the last has
     been committed; with 2 it is planned and launched while the last one runs, so that the device
     never waits for the host. beat: called in every turn with the number of the oldest step or copy
-    under way, 0 for none; who gets the same number for too long has an engine that hangs.
+    under way, 0 for none; who gets the same number for too long has an engine that hangs. timeline:
+    gets what the loop does, and all steps and copies, from their start until they are taken in.
     """
 
     def __init__(
@@ -74,9 +84,11 @@ class EngineLoop:
         clock: Callable[[], float],
         depth: int = 1,
         beat: Callable[[int], None] = lambda oldest: None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.depth = depth
         self.beat = beat
+        self.timeline = timeline
         self.scheduler = scheduler
         self.executor = executor
         self.port = port
@@ -84,7 +96,7 @@ class EngineLoop:
         self.steps: deque[tuple[Batch, Ticket[StepResult]]] = deque()
         self.copies: list[tuple[CopyJob, Ticket[None]]] = []
         self._started = 0
-        self._under_way: dict[Ticket[Any], int] = {}  # numbers, in the order of their start
+        self._under_way: dict[Ticket[Any], _Start] = {}  # in the order of their start
 
     def run(self) -> None:
         """Step until the scheduler has stopped and nothing is under way."""
@@ -93,13 +105,16 @@ class EngineLoop:
 
     def step(self) -> None:
         """One turn. Returns after a message, a completion, or (idle) a second."""
-        self.beat(next(iter(self._under_way.values()), 0))
-        self.drain()
-        self.plan_and_launch()
+        self.beat(next((start.number for start in self._under_way.values()), 0))
+        with self._noted("drain"):
+            self.drain()
+        with self._noted("plan and launch"):
+            self.plan_and_launch()
         self.emit()
         self.wait()
-        self.commit()
-        self.emit()
+        with self._noted("commit"):
+            self.commit()
+            self.emit()
 
     def drain(self) -> None:
         for envelope in self.port.drain():
@@ -117,8 +132,11 @@ class EngineLoop:
 
     def _number(self, ticket: Ticket[Outcome]) -> Ticket[Outcome]:
         self._started += 1
-        self._under_way[ticket] = self._started
+        self._under_way[ticket] = _Start(self._started, self.clock())
         return ticket
+
+    def _noted(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self.timeline.span("loop", name) if self.timeline else contextlib.nullcontext()
 
     def wait(self) -> None:
         something = self.port.wait(1.0)
@@ -129,7 +147,12 @@ class EngineLoop:
         """Take in completed steps in order, and completed copies in any order."""
         while self.steps and self.steps[0][1].done():
             batch, ticket = self.steps.popleft()
-            del self._under_way[ticket]
+            start = self._under_way.pop(ticket)
+            if self.timeline:
+                self.timeline.add(
+                    "steps", f"step {batch.number}", start.time, self.clock(),
+                    rows=len(batch.rows), tokens=batch.num_tokens,
+                )  # fmt: skip
             try:
                 result = ticket.result()
             except FatalEngineError:
@@ -143,7 +166,10 @@ class EngineLoop:
             if not copy.done():
                 under_way.append((job, copy))
                 continue
-            del self._under_way[copy]
+            start = self._under_way.pop(copy)
+            if self.timeline:
+                name = f"{job.kind} {job.request_id}"
+                self.timeline.add("copies", name, start.time, self.clock(), pages=len(job.source))
             try:
                 copy.result()
             except Exception as error:

@@ -117,6 +117,7 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
         cpu_routes=_routes(options, device, dtype) if pages else ("local",),
         host_weights=host_weights,
         seed=options.seed,
+        timeline=options.timeline,
     )
     if not to_measure:
         config = settle(options, config, fingerprint_of(config, spec), weight_bytes)

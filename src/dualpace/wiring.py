@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Executor
+from dualpace.core.timeline import Timeline
 from dualpace.cpu.memory import create_arena, map_arena
 from dualpace.executors import cpu_executor, gpu_executor, layout_of
 from dualpace.heartbeat import Heartbeat
@@ -227,7 +229,8 @@ def run_engine(job_text: str) -> None:
         arena = None
         if job.arena_fd is not None:
             arena = map_arena(job.arena_fd, config.host_pages * config.page_bytes)
-        build = _build_gpu if launch.name == GPU else _build_cpu
+        timeline = Timeline(launch.name) if config.timeline else None
+        build = partial(_build_gpu, timeline=timeline) if launch.name == GPU else _build_cpu
         # A second engine that loads at the same time would draw over this one's bar.
         bar = sys.stderr.isatty() and job.arena_fd is None
         scheduler, executor, ready = build(config, arena, port.wake, job.mailbox_fd, bar=bar)
@@ -240,7 +243,9 @@ def run_engine(job_text: str) -> None:
         )  # fmt: skip
         depth = config.steps_in_flight if launch.name == GPU else 1
         beat = Heartbeat(launch.heartbeat)
-        EngineLoop(scheduler, executor, port, time.monotonic, depth, beat).run()
+        EngineLoop(scheduler, executor, port, time.monotonic, depth, beat, timeline).run()
+        if timeline and config.timeline:
+            timeline.write(Path(config.timeline))
     except Exception as error:
         Path(launch.error_file).write_text(f"{type(error).__name__}: {error}")
         raise
@@ -255,8 +260,9 @@ def _build_gpu(
     mailbox_fd: int | None = None,
     *,
     bar: bool = False,
+    timeline: Timeline | None = None,
 ) -> tuple[Scheduler, Executor, EngineReady]:
-    executor = gpu_executor(config, arena, wake, mailbox_fd, bar)
+    executor = gpu_executor(config, arena, wake, mailbox_fd, bar, timeline)
     policy = _policy(config, load_spec(resolve_source(config.model)))
     tokens = executor.gpu_pages * config.page_tokens
     ready = EngineReady(os.getpid(), tokens, config.page_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -475,3 +476,21 @@ def test_llm_outputs_carry_logprobs_of_tokens_from_both_engines(tiny: Any) -> No
             assert {1, 2} <= {each.rank for each in by_id.values()}
             total += by_id[token_id].logprob
         assert choice.cumulative_logprob == pytest.approx(total)
+
+
+def test_both_engines_leave_a_timeline_of_their_steps_on_one_clock(
+    tiny: Any, tmp_path: Path
+) -> None:
+    begin = time.monotonic()
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    with LLM(**msgspec.structs.asdict(options(tiny, timeline=str(tmp_path)))) as llm:
+        llm.generate([tiny.prompts[0]] * NUM_REQUESTS, params, use_tqdm=False)
+    for engine in ("gpu", "cpu"):
+        spans = json.loads((tmp_path / f"{engine}.json").read_text())["traceEvents"]
+        steps = [span for span in spans if span["tid"] == "steps"]
+        assert steps[0]["name"] == "step 1"
+        ends = [step["ts"] + step["dur"] for step in steps]
+        assert all(step["ts"] >= end for step, end in zip(steps[1:], ends, strict=False))
+        assert begin <= steps[0]["ts"] * 1e-6
+        assert ends[-1] * 1e-6 <= time.monotonic()
+    assert sum(step["args"]["rows"] for step in steps) > OUTPUT_TOKENS

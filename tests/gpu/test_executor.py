@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +20,7 @@ from dualpace.core.errors import EngineError
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, BatchRow, CopyJob, Tier
 from dualpace.core.sampling import DecodeParams
+from dualpace.core.timeline import Timeline
 from dualpace.cpu.standin import StandInExecutor
 from dualpace.gpu.executor import TorchExecutor
 from dualpace.gpu.memory import largest_batch
@@ -236,3 +240,33 @@ def test_the_pool_takes_what_memory_is_left_on_a_gpu(
     _, total = torch.cuda.mem_get_info()
     assert 0.3 * total < executor.gpu_pages * config.page_bytes < 0.5 * total
     executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_timeline_tells_when_the_device_ran_each_step(
+    checkpoint: tuple[ModelSource, Any], spec: ModelSpec, config: EngineConfig, tmp_path: Path
+) -> None:
+    weights = iter_weights(checkpoint[0], spec, "float32")
+    timeline = Timeline("gpu")
+    begin = time.monotonic()
+    executor = TorchExecutor(
+        msgspec.structs.replace(config, device="cuda"), spec, weights,
+        arena=None, wake=lambda: None, timeline=timeline,
+    )  # fmt: skip
+    for number in range(1, 4):
+        row = Sequence("a", prompt(20, number), [0, 1], "gpu").row(20)
+        executor.launch(Batch(number=number, rows=(row,))).result(timeout=60)
+    executor.close()
+    timeline.write(tmp_path)
+    spans = json.loads((tmp_path / "gpu.json").read_text())["traceEvents"]
+    lanes = {
+        lane: [(span["ts"], span["ts"] + span["dur"]) for span in spans if span["tid"] == lane]
+        for lane in ("launch", "device")
+    }
+    assert len(lanes["device"]) == len(lanes["launch"]) == 3
+    slack = 1e3  # microseconds: two clocks
+    for (start, end), (launch, _) in zip(lanes["device"], lanes["launch"], strict=True):
+        assert launch - slack <= start < end <= time.monotonic() * 1e6 + slack
+    assert begin * 1e6 <= lanes["device"][0][0]
+    assert lanes["device"][0][1] <= lanes["device"][1][0] + slack

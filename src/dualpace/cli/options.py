@@ -127,6 +127,13 @@ class EngineFlags:
             "full step takes without the CPU engine."
         ),
     ] = DEFAULTS["gpu_itl_target"]
+    timeline: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder in which each engine, as it ends, writes what it did when, for "
+            "chrome://tracing or Perfetto."
+        ),
+    ] = DEFAULTS["timeline"]
     seed: Annotated[int, typer.Option(help="Seed of dummy weights.")] = DEFAULTS["seed"]
 
     def options(self, model: str) -> EngineOptions:

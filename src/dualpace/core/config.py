@@ -56,6 +56,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     profile: str = "auto"
     cpu_itl_target: float | None = None
     gpu_itl_target: float | None = None
+    timeline: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -132,6 +133,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     profile_file: str | None = None  # None: nothing was measured
     cpu_itl_target: float | None = None  # seconds; None: rows alone bound the CPU batch
     gpu_itl_target: float | None = None  # seconds; None: what a step full of prompts takes
+    timeline: str | None = None  # the folder in which engines leave theirs
 
 
 def parse_size(text: str, flag: str) -> int:

@@ -6,6 +6,7 @@ launches.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,9 @@ from dualpace.core.errors import (
 )
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Batch, CopyJob, StepResult
+from dualpace.core.timeline import Timeline
 from dualpace.gpu.device import ask_for_queues
+from dualpace.gpu.device_clock import DeviceClock
 from dualpace.gpu.gate import release_cache, synchronize
 from dualpace.gpu.runner import LaunchedStep, ModelRunner
 from dualpace.models.tensors import Weight
@@ -48,16 +51,20 @@ class TorchExecutor:
         arena: Any | None,
         wake: Callable[[], None],
         mailbox: Mailbox | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         """Load the weights and set up both pools; returns when the first batch can be launched.
 
         weights: as from `models.weights.iter_weights`, in `config.dtype`; arena: writable buffer
         (an mmap) of at least host_pages × page_bytes, or None without host pages; wake: called
         after each finished ticket, and when more host pages have become usable, from any thread;
-        mailbox: the GPU's end of the one through which the CPU engine's iterations are assisted.
+        mailbox: the GPU's end of the one through which the CPU engine's iterations are assisted;
+        timeline: gets what is launched, and on CUDA when the device computes what.
         Raises `HardwareError` where the device has no room for KV, `EngineError` for a short arena.
         """
         self._wake = wake
+        self._timeline = timeline
+        self._device_clock: DeviceClock | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu-launch")
         self._awaiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gpu-await")
         # Loads and stores go their own ways, and a ticket must not wait for another's copy.
@@ -69,9 +76,13 @@ class TorchExecutor:
             else:
                 ask_for_queues()
                 self._worker.submit(lambda: torch.cuda.set_stream(torch.cuda.Stream())).result()
+                if timeline is not None:
+                    self._device_clock = DeviceClock(timeline.clock)
             self._runner: ModelRunner | None = self._worker.submit(
                 _without_gradients,
-                partial(ModelRunner, config, spec, weights, arena, wake, mailbox),
+                partial(
+                    ModelRunner, config, spec, weights, arena, wake, mailbox, timeline is not None
+                ),
             ).result()
         except StepTooLargeError as error:
             self._shut_down()
@@ -95,14 +106,13 @@ class TorchExecutor:
 
         Its ticket raises `StepTooLargeError` where the device lacks the memory for it.
         """
-        launched = self._worker.submit(
-            _without_gradients, partial(self._open_runner().launch, batch)
-        )
-        return self._ticket(self._awaiter.submit(_await_tokens, launched))
+        name = f"step {batch.number}"
+        launched = self._start(name, partial(self._open_runner().launch, batch))
+        return self._ticket(self._awaiter.submit(self._await_tokens, name, launched))
 
     def copy(self, job: CopyJob) -> Future[None]:
         """Start a copy; on CUDA it runs beside the steps."""
-        started = self._worker.submit(_without_gradients, partial(self._open_runner().copy, job))
+        started = self._start(job.kind, partial(self._open_runner().copy, job))
         return self._ticket(self._copy_awaiter.submit(_await_copy, started))
 
     def assist_seconds(self, rows: int, copies: bool) -> float:
@@ -131,13 +141,27 @@ class TorchExecutor:
             raise EngineError("the GPU executor is closed")
         return self._runner
 
+    def _start(self, name: str, work: Callable[[], Result]) -> Future[Result]:
+        """Have the worker do it."""
+
+        def noted() -> Result:
+            noting = self._timeline.span("launch", name) if self._timeline else None
+            with noting or contextlib.nullcontext():
+                return _without_gradients(work)
+
+        return self._worker.submit(noted)
+
+    def _await_tokens(self, name: str, launched: Future[LaunchedStep]) -> StepResult:
+        step = launched.result()
+        result = _checked(step.result)
+        if self._timeline and self._device_clock and step.begun and step.arrived:
+            seconds = self._device_clock.seconds
+            self._timeline.add("device", name, seconds(step.begun), seconds(step.arrived))
+        return result
+
     def _ticket(self, future: Future[Result]) -> Future[Result]:
         future.add_done_callback(lambda _: self._wake())
         return future
-
-
-def _await_tokens(launched: Future[LaunchedStep]) -> StepResult:
-    return _checked(launched.result().result)
 
 
 def _await_copy(started: Future[torch.cuda.Event | None]) -> None:

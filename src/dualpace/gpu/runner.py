@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -58,6 +58,7 @@ class LaunchedStep:
     logprobs: PackedLogprobs | None  # likewise
     arrived: torch.cuda.Event | None
     ended: Callable[[], None] | None = None  # raises `AssistError` if others have let it down
+    begun: torch.cuda.Event | None = None  # when the device turned to it, where that is timed
 
     def result(self) -> StepResult:
         """Wait for what has been sampled; its rows are those of the batch."""
@@ -90,12 +91,15 @@ class ModelRunner:
         arena: Any | None,
         wake: Callable[[], None],
         mailbox: Mailbox | None = None,
+        timed: bool = False,
     ) -> None:
-        """Parameters are those of `TorchExecutor`."""
+        """timed: on CUDA, steps have events that tell when they ran. The other parameters are those
+        of `TorchExecutor`."""
         self._spec = spec
         self._config = config
         self._device = torch.device(config.device)
         self._dtype = DTYPES[config.dtype]
+        self._timed = timed and self._device.type == "cuda"
         self._fast = self._device.type == "cuda" and fits(spec, self._dtype)
         if self._fast:
             flashinfer()  # before the weights, should it be missing
@@ -178,6 +182,9 @@ class ModelRunner:
 
         Raises `AssistError` for a gated one in which the CPU engine takes no part.
         """
+        begun = torch.cuda.Event(enable_timing=True) if self._timed else None
+        if begun is not None:
+            begun.record()
         placement = Placement(batch, {}) if self._transit is None else self._transit.place(batch)
         if self._copies is not None and any(
             row.tier == "host" and not row.gated for row in placement.batch.rows
@@ -202,7 +209,7 @@ class ModelRunner:
                 draw_plain(step, logits, self._sampled)
             logprobs = draw_special(step, logits, previous, self._sampled, everyone=not self._fast)
         self._rows = {row.request_id: index for index, row in enumerate(step.rows) if row.sample}
-        launched = self._to_host(step, logprobs, ended)
+        launched = replace(self._to_host(step, logprobs, ended), begun=begun)
         if self._transit is not None:
             self._transit.depart(batch, placement)
         return launched
@@ -257,7 +264,7 @@ class ModelRunner:
         tokens = self._sampled[: len(step.rows)]
         if self._device.type == "cpu":
             return LaunchedStep(step, tokens.clone(), logprobs, None, ended)
-        arrived = torch.cuda.Event(blocking=True)
+        arrived = torch.cuda.Event(blocking=True, enable_timing=self._timed)
         if logprobs is not None:
             logprobs = PackedLogprobs(logprobs.rows, fetch(logprobs.packed))
         on_host = fetch(tokens)
