@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualpace.core.model_spec import ModelSpec
 from dualpace.gpu.flashinfer_attention import ContextAttention, flashinfer
-from dualpace.gpu.page_copies import PageCopies
+from dualpace.gpu.page_copies import PageCopies, Run
 from dualpace.gpu.step_input import Span
 
 TILE_TOKENS = 8192
@@ -30,7 +30,8 @@ class _Unit:
 
     first: int  # token of the step
     count: int
-    pages: list[int]  # of the host
+    pages: int  # of the host
+    runs: list[Run]  # in which they come
 
 
 class FarContext:
@@ -44,7 +45,8 @@ class FarContext:
         self._workspace = workspace
         self._copies = copies
         self._tile_pages = TILE_TOKENS // page_tokens
-        self._attentions: list[ContextAttention] = []  # by place in the step's units
+        self._attentions: list[ContextAttention] = []
+        self._planned: dict[tuple[int, int], ContextAttention] = {}  # by queries and pages
         self._tiles: Tensor | None = None
         self._units: list[_Unit] = []
         self._started = 0
@@ -55,9 +57,10 @@ class FarContext:
         """host_pages: for each span, the pages of what is before its first page on the GPU. What is
         loaded from here on finds it there."""
         self._units = [
-            _Unit(span.first, span.count, list(pages[begin : begin + self._tile_pages]))
+            _Unit(span.first, span.count, len(tile), self._copies.gather_runs(tile))
             for span, pages in zip(spans, host_pages, strict=True)
             for begin in range(0, len(pages), self._tile_pages)
+            for tile in (pages[begin : begin + self._tile_pages],)
         ]
         if not self._units:
             return
@@ -70,12 +73,15 @@ class FarContext:
             everything = torch.cuda.Event()  # whatever had this memory before
             everything.record()
             self._used = dict.fromkeys(range(SLOTS), everything)
-        while len(self._attentions) < len(self._units):
+        # Most tiles are full: what is planned for one of a row is right for all of its like.
+        shapes = dict.fromkeys((unit.count, unit.pages) for unit in self._units)
+        while len(self._attentions) < len(shapes):
             self._attentions.append(
                 ContextAttention(self._spec, self._page_tokens, self._workspace)
             )
-        for unit, attention in zip(self._units, self._attentions, strict=False):
-            attention.plan(unit.count, np.arange(len(unit.pages), dtype=np.int32))
+        self._planned = dict(zip(shapes, self._attentions, strict=False))
+        for (count, pages), attention in self._planned.items():
+            attention.plan(count, np.arange(pages, dtype=np.int32))
         self._loaded = {}
         self._started = 0
         for _ in range(SLOTS):
@@ -86,12 +92,13 @@ class FarContext:
         the attention to the pages on the GPU. query: [N, heads, D]."""
         assert self._tiles is not None
         merge = flashinfer().merge_state_in_place
-        for place, (unit, attention) in enumerate(zip(self._units, self._attentions, strict=False)):
+        for place, unit in enumerate(self._units):
             number = layer * len(self._units) + place
             slot = number % SLOTS
             torch.cuda.current_stream().wait_event(self._loaded.pop(number))
             part = slice(unit.first, unit.first + unit.count)
-            seen, weight = attention.run(query[part], self._tiles[slot, : len(unit.pages)])
+            attention = self._planned[unit.count, unit.pages]
+            seen, weight = attention.run(query[part], self._tiles[slot, : unit.pages])
             merge(out[part], lse[part], seen, weight)
             self._used[slot] = torch.cuda.Event()
             self._used[slot].record()
@@ -105,8 +112,8 @@ class FarContext:
             return
         assert self._tiles is not None
         slot = number % SLOTS
-        pages = self._units[place].pages
+        unit = self._units[place]
         self._loaded[number] = self._copies.load_layer(
-            layer, pages, self._tiles[slot, : len(pages)], after=self._used[slot]
+            layer, unit.runs, self._tiles[slot, : unit.pages], after=self._used[slot]
         )
         self._started += 1

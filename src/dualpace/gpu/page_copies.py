@@ -7,6 +7,7 @@ after; what may come after a copy, its event tells.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ from torch import Tensor
 from dualpace.core.errors import EngineError
 from dualpace.gpu.kv_pools import KVPools
 from dualpace.gpu.strided_copy import copy_rows_to_device
+
+
+class Run(NamedTuple):
+    """Consecutive pages, from the first source on to the first target on."""
+
+    source: int
+    target: int
+    pages: int
 
 
 class PageCopies:
@@ -75,16 +84,20 @@ class PageCopies:
         """What is loaded from here on comes after all stores that have been started."""
         self._loads.wait_stream(self._stores)
 
+    def gather_runs(self, host_pages: Sequence[int]) -> list[Run]:
+        """How `load_layer` brings these pages to one place: the same for all layers."""
+        return list(self._runs(host_pages, range(len(host_pages)), host_pages))
+
     def load_layer(
-        self, layer: int, host_pages: Sequence[int], target: Tensor, after: torch.cuda.Event
+        self, layer: int, runs: Sequence[Run], target: Tensor, after: torch.cuda.Event
     ) -> torch.cuda.Event:
         """Start bringing one layer of host pages to `target`, [pages, 2, kv_heads, page_tokens, D]
-        on the GPU, once `after` has passed."""
+        on the GPU, once `after` has passed. runs: of `gather_runs`."""
         host = self._pools["host"]
         width = host[0, 0].numel() * host.itemsize
         with torch.cuda.stream(self._loads):
             self._loads.wait_event(after)
-            for source, first, count in self._runs(host_pages, range(len(host_pages)), host_pages):
+            for source, first, count in runs:
                 copy_rows_to_device(
                     host[source, layer].data_ptr(), host.stride(0) * host.itemsize,
                     target[first].data_ptr(), width, width, count,
@@ -108,9 +121,8 @@ class PageCopies:
 
     def _runs(
         self, sources: Sequence[int], targets: Sequence[int], hosts: Sequence[int]
-    ) -> Iterator[tuple[int, int, int]]:
-        """(first source, first target, pages) of stretches that are consecutive on both sides and
-        within one piece of the host's pool."""
+    ) -> Iterator[Run]:
+        """Stretches that are consecutive on both sides and within one piece of the host's pool."""
         first = 0
         for index in range(1, len(sources) + 1):
             ends = index == len(sources) or (
@@ -119,5 +131,5 @@ class PageCopies:
                 or hosts[index] % self._piece == 0
             )
             if ends:
-                yield sources[first], targets[first], index - first
+                yield Run(sources[first], targets[first], index - first)
                 first = index
