@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -15,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dualpace import supervisor
-from dualpace.core.errors import EngineError
+from dualpace import runtime, supervisor
+from dualpace.core.errors import EngineError, HardwareError
 from dualpace.core.messages import EngineReady, PeerDrained
 from dualpace.runtime import RuntimeDirectory
 from dualpace.supervisor import Launch, Supervisor, Timeouts
@@ -33,6 +34,9 @@ launch = msgspec.json.decode(sys.argv[1], type=Launch)
 how, kv_tokens = sys.argv[2], int(sys.argv[3])
 if how == "cannot start":
     sys.exit(3)
+if how == "full disk":
+    open(launch.error_file, "w").close()  # the file is there, but there is no room for text
+    sys.exit(5)
 if how == "loads for ever":
     time.sleep(1000)
 port = EnginePort(launch.name, launch.address)
@@ -248,3 +252,40 @@ def test_a_dead_servers_directory_is_removed_and_a_living_ones_is_not(
     third.close()
     alive.close()
     assert list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.parametrize("trouble", ["no room for a file", "no room for a socket"])
+def test_a_directory_that_takes_no_file_or_socket_is_not_left_behind(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 100)  # longer than a socket's path may be
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    if trouble == "no room for a file":
+        before = os.open
+
+        def full(path: Any, flags: int, *more: Any, **named: Any) -> int:
+            if flags & os.O_CREAT:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return before(path, flags, *more, **named)
+
+        monkeypatch.setattr(runtime.os, "open", full)
+    engines = Engines(["well"], ["well"])
+
+    async def nothing(watched: Supervisor) -> None:
+        raise AssertionError
+
+    with pytest.raises((HardwareError, OSError), match=r"File name too long|No space left"):
+        engines.run(nothing)
+    assert engines.starts == []
+    assert not list(folder.iterdir())
+
+
+def test_an_engine_that_could_not_write_its_reason_down_ended_with_its_code() -> None:
+    engines = Engines(["well"], ["full disk"])
+
+    async def nothing(watched: Supervisor) -> None:
+        raise AssertionError
+
+    with pytest.raises(EngineError, match="the cpu engine's process ended with code 5"):
+        engines.run(nothing)

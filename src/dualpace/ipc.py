@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from dualpace.core.errors import HardwareError
 from dualpace.core.messages import CPU, FRONTEND, AnyMessage, Envelope, PeerDown, PeerUp
 
 
@@ -80,7 +81,7 @@ class EnginePort(_Outboxes):
         super().__init__(name, self._zmq)
         self._inbox = self._zmq.socket(zmq.PULL)
         self._inbox.set_hwm(0)
-        self._inbox.bind(address)
+        _listen(self._inbox, address, self._zmq)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
@@ -130,7 +131,7 @@ class AsyncPort(_Outboxes):
         self._async_zmq = zmq.asyncio.Context(self._zmq)
         self._inbox = self._async_zmq.socket(zmq.PULL)
         self._inbox.set_hwm(0)
-        self._inbox.bind(address)
+        _listen(self._inbox, address, self._zmq)
         self._decode = msgspec.msgpack.Decoder(Envelope).decode
 
     async def envelopes(self) -> AsyncIterator[Envelope]:
@@ -142,3 +143,15 @@ class AsyncPort(_Outboxes):
         self.flush_and_close()
         self._inbox.close(linger=0)
         self._zmq.term()
+
+
+def _listen(inbox: zmq.Socket[Any], address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Raises `HardwareError` where there can be no socket; then nothing is left of it."""
+    try:
+        inbox.bind(address)
+    except zmq.ZMQError as error:
+        inbox.close()
+        context.term()
+        raise HardwareError(
+            f"cannot listen at {address}: {zmq.strerror(error.errno or 0)} (TMPDIR says where)"
+        ) from None

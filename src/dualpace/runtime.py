@@ -24,7 +24,11 @@ class RuntimeDirectory:
     def __init__(self) -> None:
         _remove_stale(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock = os.open(self.path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock = os.open(self.path / "new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:  # the disk is full
+            remove(self.path)
+            raise
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         (self.path / "new").rename(self.path / LOCK)  # unlocked, it would look stale
 

@@ -93,9 +93,11 @@ class Child:
         """Why it ended, in its own words if it left any."""
         if self.hung is not None:
             return f"the {self.name} engine hung ({self.hung})"
+        words = ""
         with contextlib.suppress(OSError):
-            return Path(self.launch.error_file).read_text().strip()
-        return f"the {self.name} engine's process ended with code {self.process.returncode}"
+            words = Path(self.launch.error_file).read_text().strip()
+        ended = f"the {self.name} engine's process ended with code {self.process.returncode}"
+        return words or ended
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -108,7 +110,7 @@ class Supervisor:
     `on_exit(name)` is called when an engine has died, `on_hang(name)` before that if it was killed
     because it hung, `on_gpu_death(reason)` when a death ends every stream, `on_host_gone()` when
     the server goes on without a CPU engine. `failed` gets an exception when there is nothing more
-    to try.
+    to try. Raises `HardwareError` where the runtime directory takes no socket.
     """
 
     def __init__(
@@ -119,7 +121,11 @@ class Supervisor:
         timeouts: Timeouts,
     ) -> None:
         self.runtime = RuntimeDirectory()
-        self.port = AsyncPort(FRONTEND, self._address(FRONTEND))
+        try:
+            self.port = AsyncPort(FRONTEND, self._address(FRONTEND))
+        except BaseException:
+            self.runtime.close()
+            raise
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.on_exit: Callable[[EngineName], None] = lambda name: None
         self.on_hang: Callable[[EngineName], None] = lambda name: None

@@ -100,7 +100,11 @@ class Server:
         if config.cpu_routes != ("local",):
             mailbox_fd = create_mailbox(layout_of(config, spec))
         descriptors = tuple(fd for fd in (arena_fd, mailbox_fd) if fd is not None)
-        supervisor = _supervisor(options, config, arena_fd, mailbox_fd)
+        try:
+            supervisor = _supervisor(options, config, arena_fd, mailbox_fd)
+        except BaseException:
+            _close_all(descriptors)
+            raise
         starting = asyncio.ensure_future(supervisor.start())
         inbox: asyncio.Task[None] | None = None
         try:
@@ -157,6 +161,10 @@ async def _stop(
             task.cancel()
             await asyncio.wait({task})
     await supervisor.close()
+    _close_all(descriptors)
+
+
+def _close_all(descriptors: tuple[int, ...]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -247,7 +255,8 @@ def run_engine(job_text: str) -> None:
         if timeline and config.timeline:
             timeline.write(Path(config.timeline))
     except Exception as error:
-        Path(launch.error_file).write_text(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):  # the disk is full: the log has it
+            Path(launch.error_file).write_text(f"{type(error).__name__}: {error}")
         raise
     executor.close()
     port.close()

@@ -427,6 +427,20 @@ def test_a_port_that_is_taken_is_told_before_anything_loads(command: list[str]) 
     assert "loading" not in done.stderr
 
 
+def test_a_place_without_room_for_sockets_is_told_and_left_clean(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / ("x" * 100)  # a socket's path has 107 characters at most
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "File name too long" in done.stderr
+    assert "TMPDIR" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(place.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
