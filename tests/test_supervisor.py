@@ -200,7 +200,7 @@ def test_a_cpu_engine_that_does_not_come_back_with_the_gpu_engine_is_not_waited_
     how: str, gpu_kv_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless only the host has room for requests. It is tried again either way."""
-    monkeypatch.setattr(supervisor, "CPU_LOADING", (2.0, 0.0))
+    monkeypatch.setattr(supervisor, "LOADING", (2.0, 0.0))
     engines = Engines(["well"], ["well", how, "well"], gpu_kv_tokens)
 
     async def scenario(watched: Supervisor) -> None:
@@ -218,10 +218,28 @@ def test_a_cpu_engine_that_does_not_come_back_with_the_gpu_engine_is_not_waited_
     assert ("host gone" in engines.heard) == bool(gpu_kv_tokens)
 
 
+def test_a_gpu_engine_that_does_not_end_loading_again_is_one_more_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "LOADING", (2.0, 0.0))
+    engines = Engines(["well", "loads for ever", "well"], ["well"])
+
+    async def scenario(watched: Supervisor) -> None:
+        os.kill(watched.pids["gpu"], signal.SIGKILL)
+        while engines.starts.count("gpu") < 3:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.5)
+        assert watched.pids.keys() == {"gpu", "cpu"}
+        assert not watched.failed.done()
+
+    engines.run(scenario)
+    assert sum("loading for 2 s" in heard for heard in engines.heard) == 1
+
+
 def test_a_restarted_cpu_engine_may_load_as_long_as_the_first_did(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "CPU_LOADING", (0.0, 20.0))
+    monkeypatch.setattr(supervisor, "LOADING", (0.0, 20.0))
     engines = Engines(["well"], ["well"])
 
     async def scenario(watched: Supervisor) -> None:

@@ -43,7 +43,7 @@ BACKOFF = (0.1, 30.0)  # first and longest pause before a CPU engine is restarte
 QUICK_DEATH = 60.0  # a CPU engine that has answered for fewer seconds has died quickly
 CPU_QUICK_DEATHS = 6  # in a row, after which the server goes on without it …
 CPU_RETRY = 300.0  # … and tries again only every so many seconds
-CPU_LOADING = (120.0, 3.0)  # seconds, or times the longest yet, that a restarted one may load for
+LOADING = (120.0, 3.0)  # seconds, or times its longest yet, that a restarted engine may load for
 SHUTDOWN_PATIENCE = 5.0  # seconds for an engine to exit on request before it is killed
 HEARTBEAT_CHECK = 1.0  # seconds between two looks at a heartbeat
 LAST_LOOK = 0.5  # seconds for an engine that hangs to write down where
@@ -143,7 +143,7 @@ class Supervisor:
         self._drained: asyncio.Future[None] | None = None
         self._gpu_deaths: list[float] = []
         self._cpu_deaths = 0  # quick ones, in a row
-        self._cpu_loading = 0.0  # the longest yet, seconds
+        self._loading: dict[EngineName, float] = {}  # the longest yet, seconds
         self._closing = False
 
     @property
@@ -167,9 +167,8 @@ class Supervisor:
                 if not child.ready.done():
                     child.ready.set_result(ready)
                     child.ready_at = time.monotonic()
-                    if name == CPU:
-                        loading = child.ready_at - child.started_at
-                        self._cpu_loading = max(self._cpu_loading, loading)
+                    loading = child.ready_at - child.started_at
+                    self._loading[name] = max(self._loading.get(name, 0.0), loading)
                 return True
         return False
 
@@ -240,6 +239,20 @@ class Supervisor:
             exited.cancel()
         if not child.ready.done():
             raise EngineError(child.last_words())
+
+    async def _until_ready_again(self, child: Child) -> None:
+        """The same for an engine that has been there before. One that loads for much longer than
+        any before it will not come, and is killed."""
+        least, times = LOADING
+        patience = max(least, times * self._loading.get(child.name, 0.0))
+        try:
+            async with asyncio.timeout(patience):
+                await self._until_ready(child)
+        except TimeoutError:
+            child.kill()
+            await child.process.wait()
+            reason = f"the {child.name} engine was killed: loading for {patience:.0f} s"
+            raise EngineError(reason) from None
 
     def _address(self, name: str) -> str:
         return f"ipc://{self.runtime.path / name}.sock"
@@ -336,20 +349,11 @@ class Supervisor:
                 logger.error("the CPU engine could not be started: %s", error)
 
     async def _cpu_is_up(self, child: Child) -> bool:
-        """Wait until a CPU engine answers, and let both know of each other. One that loads for much
-        longer than any before it will not come, and is killed."""
-        least, times = CPU_LOADING
-        patience = max(least, times * self._cpu_loading)
+        """Wait until a CPU engine answers, and let both know of each other."""
         try:
-            async with asyncio.timeout(patience):
-                await self._until_ready(child)
+            await self._until_ready_again(child)
         except EngineError as error:
             logger.error("the CPU engine did not start: %s", error)
-            return False
-        except TimeoutError:
-            logger.error("the CPU engine has been loading for %.0f s; killing it", patience)
-            child.kill()
-            await child.process.wait()
             self.on_exit(CPU)  # its first message may have come in between
             return False
         self._introduce()
@@ -409,7 +413,7 @@ class Supervisor:
         """Start the engines anew; returns when the GPU engine answers, which need not wait for the
         CPU engine."""
         await self._spawn_all()
-        await self._until_ready(self._children[GPU])
+        await self._until_ready_again(self._children[GPU])
         self._watch(self._watch_child(self._children[GPU]))
         if CPU in self._children:
             self._watch(self._join(self._children[CPU]))
