@@ -441,6 +441,29 @@ def test_a_place_without_room_for_sockets_is_told_and_left_clean(
     assert not list(place.iterdir())
 
 
+def test_a_server_whose_standard_streams_are_closed_serves(command: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = [sys.executable, "-m", "dualpace", *command[3:-1], str(port)]
+    closed = ["bash", "-c", 'exec "$@" 0<&- 1>&- 2>&-', "bash", *program]
+    process = subprocess.Popen(closed)
+    try:
+        body = {"prompt": [5, 6, 7], "max_tokens": 8, "ignore_eos": True}
+        deadline = time.monotonic() + 60
+        answer = None
+        while answer is None and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+                    url = f"http://127.0.0.1:{port}/v1/completions"
+                    answer = httpx.post(url, json=body, timeout=30)
+        assert answer is not None
+        assert answer.json()["usage"]["completion_tokens"] == 8
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
