@@ -95,6 +95,26 @@ def test_full_pools_hold_up_nobody_for_ever(host_pages: int, seed: int) -> None:
     world.check_integrity()
 
 
+@pytest.mark.parametrize("max_rows", [1, 4])
+def test_prompts_that_only_the_host_could_hold_keep_nobody_from_a_free_seat(max_rows: int) -> None:
+    """More of them than a policy sees of the queue, and the host is full."""
+    chosen = hardware(8, 20, cpu_step=lambda batch: 0.2)
+    world = World(chosen, DualPacePolicy(max_rows), max_rows=max_rows, max_tokens=32)
+    large = [request(f"large{i}", i, 60, 20) for i in range(max_rows + 3)]
+    small = request("small", 99, 3, 10)
+    for state in large:
+        world.submit(0.0, state)
+    world.submit(0.5, small)
+    world.tick(60)
+    world.run(until=60)
+    for state in (*large, small):
+        assert world.streams[state.id].received == expected(state), state.id
+    served = sorted((*large, small), key=lambda state: world.streams[state.id].tokens[0][1])
+    assert served.index(small) == 1
+    assert {engine for _, _, engine in world.streams["small"].tokens.values()} == {"gpu"}
+    world.check_integrity()
+
+
 class Sending:
     """Prefills some requests for the host, the others on the GPU, and moves "a" to and fro."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from dualpace.core.errors import StepTooLargeError
 from dualpace.core.logprobs import TokenLogprobs
@@ -191,13 +191,18 @@ class GpuScheduler(SchedulerBase):
     def _host_open(self) -> bool:
         return self.policy.uses_host and self.mover.host_open
 
-    def _placeable(self) -> Iterator[Row]:
+    def _placeable(self) -> list[Row]:
         """The first of the waiting rows, without those that wait for a tier that is down: they do
-        not stand in the way of the others."""
-        most = max(self.pool.total, self.mover.host_pages_total if self._host_open else 0)
-        tokens = most * self.page_tokens
-        rows = (row for row in self.queue if row.state.num_tokens < tokens)
-        return itertools.islice(rows, self.max_rows)
+        not stand in the way of the others. Nor do those that wait for the host, being too long for
+        any seat, where they are all that would be seen."""
+        seat = self.pool.total * self.page_tokens
+        most = max(seat, self.mover.host_pages_total * self.page_tokens if self._host_open else 0)
+        rows = (row for row in self.queue if row.state.num_tokens < most)
+        first = list(itertools.islice(rows, self.max_rows))
+        if seat and not any(row.state.num_tokens < seat for row in first):
+            could_sit = (row for row in rows if row.state.num_tokens < seat)
+            first += itertools.islice(could_sit, self.max_rows)
+        return first
 
     def admit(self, row: Row) -> None:
         """Give a waiting row GPU pages for all its tokens and the next."""
