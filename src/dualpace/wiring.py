@@ -138,8 +138,9 @@ async def _profile_first(options: EngineOptions) -> None:
         return
     logger.info("measuring for a profile first: half a minute, once (--profile none goes without)")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "dualpace.cli.quick_profile", msgspec.json.encode(options).decode()
-    )
+        sys.executable, "-m", "dualpace.cli.quick_profile", msgspec.json.encode(options).decode(),
+        stdin=asyncio.subprocess.PIPE,  # closes if this process is killed
+    )  # fmt: skip
     try:
         code = await process.wait()
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
 from pathlib import Path
 
@@ -201,3 +202,17 @@ def test_a_quick_profile_is_of_the_very_options_that_it_is_given(
     [path] = cache.rglob("*.json")
     measured = load(path).fingerprint
     assert (measured.page_tokens, measured.cpu_isa) == (16, "portable")
+
+
+def test_a_quick_profile_does_not_outlive_the_server_that_asked_for_it(cache: Path) -> None:
+    options = EngineOptions(model="smollm2", load_format="dummy", device="cpu")
+    command = [sys.executable, "-m", "dualpace.cli.quick_profile"]
+    with subprocess.Popen(
+        [*command, msgspec.json.encode(options).decode()], stdin=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(5)
+        process.stdin.close()  # as if the server had been killed
+        assert process.wait(15) == 1
+    assert not list(cache.rglob("*.json"))
