@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from dualpace import resolution
 from dualpace.core.config import POLICIES, Device, EngineOptions, PolicyName
+from dualpace.core.errors import ConfigError
+from dualpace.cpu import memory
 from dualpace.resolution import resolve
+
+GIB = 2**30
 
 
 @pytest.mark.parametrize(
@@ -48,3 +53,27 @@ def test_a_gpu_plans_ahead_unless_told_otherwise(
     )  # fmt: skip
     config, _ = resolve(options, to_measure=True)
     assert config.steps_in_flight == steps
+
+
+def test_without_a_gpu_both_pools_are_of_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for as the GPU's is not the host's: auto takes less, more is refused."""
+    for module in (memory, resolution):
+        monkeypatch.setattr(module, "available_memory", lambda: 8 * GIB)
+    common = EngineOptions(model="smollm2", device="cpu")
+    page_bytes = resolve(common)[0].page_bytes
+    tokens = 4 * GIB // page_bytes * common.page_tokens
+
+    def sizes(**options: Any) -> tuple[int, int]:
+        asked = {"gpu_kv_tokens": tokens, **options}
+        config, _ = resolve(msgspec.structs.replace(common, **asked))
+        assert config.gpu_pages is not None
+        return config.gpu_pages * page_bytes, config.host_pages * page_bytes
+
+    assert sum(sizes(host_kv_size="3GiB")) <= 7 * GIB
+    gpu, host = sizes()
+    assert gpu > 3.9 * GIB
+    assert 0 < host < (8 * GIB - gpu) / 2
+    with pytest.raises(ConfigError, match=r"--host-kv-size 5 GiB .* does not fit"):
+        sizes(host_kv_size="5GiB")
+    with pytest.raises(ConfigError, match="--gpu-kv-tokens"):
+        sizes(gpu_kv_tokens=3 * tokens)

@@ -59,6 +59,13 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
     weight_bytes = spec.num_parameters * ELEMENT_BYTES[dtype]
     # In gated steps the GPU does all dense work; a profile tells of the host by itself as well.
     host_weights = options.host_weights == "auto" and (options.policy != "gated" or to_measure)
+    gpu_pages: int | None = None
+    standin_kv = 0  # bytes that are asked for, of the same memory
+    if options.gpu_kv_tokens is not None:
+        gpu_pages = options.gpu_kv_tokens // options.page_tokens
+        if device == "cpu":
+            standin_kv = gpu_pages * page_bytes
+            _require_room(gpu_pages, options.page_tokens, page_bytes)
     pages = 0
     if uses_host(options.policy):
         asked = (
@@ -66,24 +73,15 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
             if options.host_kv_size == "auto"
             else parse_size(options.host_kv_size, "host-kv-size")
         )
-        copies = (device == "cpu") + host_weights
+        reserved = ((device == "cpu") + host_weights) * weight_bytes + standin_kv
         most = pages_per_sequence * options.max_num_seqs
-        pages = host_pages("host-kv-size", asked, page_bytes, copies * weight_bytes, most)
+        pages = host_pages("host-kv-size", asked, page_bytes, reserved, most)
     cores = choose_cores(options.cpu_cores)
-    gpu_pages: int | None = None
-    if options.gpu_kv_tokens is not None:
-        gpu_pages = options.gpu_kv_tokens // options.page_tokens
-    elif device == "cpu":
+    if gpu_pages is None and device == "cpu":
         # Prompts keep the stand-in busy, and decodes in their steps would wait for them.
         decodes = not pages or options.policy == "gated"
         gpu_pages = pages_per_sequence * STANDIN_SEQUENCES if decodes else 0
-    if device == "cpu" and gpu_pages:
-        needed = gpu_pages * page_bytes
-        if needed > (left := available_memory()):
-            raise ConfigError(
-                f"--gpu-kv-tokens {gpu_pages * options.page_tokens} takes {format_size(needed)} on "
-                f"the stand-in for a GPU, {format_size(left)} are left"
-            )
+        _require_room(gpu_pages, options.page_tokens, page_bytes)
     if gpu_pages == 0 and pages == 0:
         raise ConfigError(
             "there is no room for KV: --gpu-kv-tokens and --host-kv-size are both less than a page "
@@ -131,6 +129,16 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
         ", ".join(map(str, cores)),
     )  # fmt: skip
     return config, spec
+
+
+def _require_room(gpu_pages: int, page_tokens: int, page_bytes: int) -> None:
+    """Raises `ConfigError` where the stand-in's pool alone is more than the memory that is left."""
+    needed = gpu_pages * page_bytes
+    if needed > (left := available_memory()):
+        raise ConfigError(
+            f"--gpu-kv-tokens {gpu_pages * page_tokens} takes {format_size(needed)} on the "
+            f"stand-in for a GPU, {format_size(left)} are left"
+        )
 
 
 def _routes(options: EngineOptions, device: Device, dtype: DType) -> tuple[Route, ...]:

@@ -38,9 +38,10 @@ def host_pages(
 ) -> int:
     """Pages of the host KV arena.
 
-    asked: bytes from the user, None for auto; reserved: bytes that weights will take on the host;
-    most_pages: pages beyond which no request could use more. Raises `ConfigError` with the numbers
-    if what was asked for does not fit, or is not one page; auto shrinks instead.
+    asked: bytes from the user, None for auto; reserved: bytes that weights, and KV of the stand-in
+    for a GPU, will take on the host; most_pages: pages beyond which no request could use more.
+    Raises `ConfigError` with the numbers if what was asked for does not fit, or is not one page;
+    auto shrinks instead.
     """
     left = max(0, available_memory() - reserved)
     if asked is None:
@@ -48,7 +49,7 @@ def host_pages(
     if asked > left:
         raise ConfigError(
             f"--{flag} {format_size(asked)} of host memory does not fit: {format_size(left)} is "
-            f"left beside {format_size(reserved)} of weights"
+            f"left beside {format_size(reserved)} of weights and other KV"
         )
     if 0 < asked < page_bytes:
         raise ConfigError(
