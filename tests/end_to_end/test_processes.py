@@ -211,7 +211,7 @@ def test_when_the_gpu_engine_dies_streams_end_with_an_error_and_service_returns(
     async def scenario() -> None:
         async with serving(options(tiny)) as server:
             with pytest.raises(EngineError):
-                await answers(server, tiny, KillAfter(server, "gpu", 200))
+                await answers(server, tiny, KillAfter(server, "gpu", 20))
             while server.frontend.missing:
                 await asyncio.sleep(0.05)
             again = await answers(server, tiny, lambda engine: None)
