@@ -29,6 +29,7 @@ from dualpace.scheduler.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 ALL_PAGES = 2**62
 VIEWED_HOST_ROWS = 16  # how many of the oldest host rows a policy sees
+VIEWED_WAITING_ROWS = 64  # likewise: more than a step begins with, fewer than hold up its planning
 
 
 class GpuScheduler(SchedulerBase):
@@ -198,10 +199,11 @@ class GpuScheduler(SchedulerBase):
         seat = self.pool.total * self.page_tokens
         most = max(seat, self.mover.host_pages_total * self.page_tokens if self._host_open else 0)
         rows = (row for row in self.queue if row.state.num_tokens < most)
-        first = list(itertools.islice(rows, self.max_rows))
+        count = min(self.max_rows, VIEWED_WAITING_ROWS)
+        first = list(itertools.islice(rows, count))
         if seat and not any(row.state.num_tokens < seat for row in first):
             could_sit = (row for row in rows if row.state.num_tokens < seat)
-            first += itertools.islice(could_sit, self.max_rows)
+            first += itertools.islice(could_sit, count)
         return first
 
     def admit(self, row: Row) -> None:
