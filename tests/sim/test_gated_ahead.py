@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import pytest
 
-from dualpace.core.errors import EngineError
-from dualpace.core.messages import AnyMessage, EngineName, PeerDrained
-from dualpace.core.plan import PENDING, Batch, CopyJob, CopyKind, Executor
+from dualpace.core.messages import AnyMessage, PeerDrained
+from dualpace.core.plan import PENDING, Batch, CopyJob, CopyKind
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
 from dualpace.policy.cost_model import Point, TableCostModel
@@ -243,29 +241,15 @@ def test_a_prompt_that_comes_with_the_last_step_of_a_row_gets_its_place_on_the_g
     assert {row.tier for step in run.steps for row in step.batch.rows} == {"gpu"}
 
 
-class FirstLandingFails(World):
-    def make_executor(self, name: EngineName, wake: Callable[[], None]) -> Executor:
-        executor = super().make_executor(name, wake)
-        copy, failed = executor.copy, []
-
-        def failing(job: CopyJob) -> Any:
-            ticket: Any = copy(job)
-            if job.kind == "land" and not failed:
-                failed.append(job)
-                finish = ticket.finish
-                ticket.finish = lambda outcome: finish(EngineError("the link is down"))
-            return ticket
-
-        executor.copy = failing  # type: ignore[method-assign]
-        return executor
-
-
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_a_step_makes_of_a_prompt_whose_beginning_is_lost_does_not_count(depth: int) -> None:
+def test_what_a_step_makes_of_a_prompt_whose_beginning_is_lost_does_not_count(
+    depth: int, first_copy_fails: Callable[[CopyKind], type[World]]
+) -> None:
     """The second chunk, which samples, is under way when the first one fails to land; what comes
     next is planned at once, without its token."""
     states = [request(0, 16, 2), request(1, 26, 6)]
-    run = serve(states, 9, 60, depth=depth, max_tokens=20, attended=True, world=FirstLandingFails)
+    world = first_copy_fails("land")
+    run = serve(states, 9, 60, depth=depth, max_tokens=20, attended=True, world=world)
     assert run.world.gpu_scheduler.moves["preempted"] == 1
     parts = [row for step in run.steps for row in step.batch.rows if row.request_id == "r1"]
     assert [(row.tier, row.start) for row in parts[:4]] == [

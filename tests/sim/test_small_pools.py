@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from dualpace.core.errors import EngineError
 from dualpace.core.messages import (
     CPU,
     GPU,
     AnyMessage,
     Cancel,
     Deny,
-    EngineName,
     Gone,
     Grant,
     Handoff,
@@ -26,7 +24,7 @@ from dualpace.core.messages import (
     Release,
     Return,
 )
-from dualpace.core.plan import Batch, CopyJob, Executor
+from dualpace.core.plan import Batch, CopyJob, CopyKind
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
 from dualpace.policy.chunks import prefill_budget, prefill_chunks
@@ -201,33 +199,14 @@ def test_pages_of_an_aborted_request_are_used_again_once_nothing_touches_them(
     world.check_integrity()
 
 
-class FirstStoreFails(World):
-    """A server whose first copy to the host fails once it has ended."""
-
-    def make_executor(self, name: EngineName, wake: Callable[[], None]) -> Executor:
-        executor = super().make_executor(name, wake)
-        copy, failed = executor.copy, []
-
-        def failing(job: CopyJob) -> Any:
-            ticket: Any = copy(job)
-            if job.kind == "store" and not failed:
-                failed.append(job)
-                finish = ticket.finish
-                ticket.finish = lambda outcome: finish(EngineError("the link is down"))
-            return ticket
-
-        executor.copy = failing  # type: ignore[method-assign]
-        return executor
-
-
 @pytest.mark.parametrize("trouble", ["crash while asking", "crash in a store", "failed store"])
 @pytest.mark.parametrize("later", [23, 30])
 def test_a_demotion_that_came_to_nothing_leaves_no_host_pages_for_the_next_one(
-    trouble: str, later: int
+    trouble: str, later: int, first_copy_fails: Callable[[CopyKind], type[World]]
 ) -> None:
     """By then they are somebody else's."""
     chosen = hardware(16, 40, gpu_step=lambda batch: 0.4, copy=lambda job: 0.15, restart=0.0)
-    kind = FirstStoreFails if trouble == "failed store" else World
+    kind = first_copy_fails("store") if trouble == "failed store" else World
     world = kind(chosen, Sending({"other"}, (21, later)), max_tokens=32)
     states = [request("a", 0, 20, 30), request("other", 1, 24, 40)]
     submitted: list[float] = []
