@@ -99,6 +99,8 @@ def test_every_position_reaches_its_host_page(seed: int) -> None:
             running.append(waiting.pop())
         rows = tuple(prompt.row(rng.choice([4, 12, 16])) for prompt in running)
         placement = transit.place(Batch(1, rows))
+        if sum(-(-len(row.tokens) // PAGE_TOKENS) for row in rows) <= size:
+            assert {placed.tier for placed in placement.batch.rows} == {"gpu"}
         for row, placed in zip(rows, placement.batch.rows, strict=True):
             if placed.tier == "host":  # attended where it lies: what it needs must be there
                 copies.steps_follow(copies.events)
@@ -149,3 +151,25 @@ def test_a_long_prompt_waits_for_the_stores_of_its_oldest_chunks_alone() -> None
         prompt.done += chunk
     assert copies.awaited == stores[:5]
     assert copies.loadable == stores[4]
+
+
+def test_nobody_is_kept_out_by_a_prompt_that_fills_the_region() -> None:
+    """It lets go of its oldest pages; attended to where they lie on the host, others would hold up
+    the whole step for seconds."""
+    copies = Copies()
+    transit = Transit(copies, 0, 8, PAGE_TOKENS)  # type: ignore[arg-type]
+    long = Prompt("long", 20 * PAGE_TOKENS, list(range(100, 121)))
+    for number in range(9):
+        others = [
+            Prompt(f"short {number}-{i}", 2 * PAGE_TOKENS, [200 + i, 300 + i]) for i in range(2)
+        ]
+        rows = (long.row(2 * PAGE_TOKENS), *(other.row(2 * PAGE_TOKENS) for other in others))
+        placement = transit.place(Batch(number, rows))
+        assert {row.tier for row in placement.batch.rows} == {"gpu"}
+        for slot, page in enumerate(placement.batch.rows[0].pages):
+            copies.on_gpu[page] = {slot: "whatever"}
+        for row in placement.batch.rows[1:]:
+            copies.on_gpu.update({page: {} for page in row.pages})
+        transit.depart(Batch(number, rows), placement)
+        long.done += 2 * PAGE_TOKENS
+    assert placement.far["long"]

@@ -67,14 +67,25 @@ class Transit:
 
     def place(self, batch: Batch) -> Placement:
         """A row that finds no room stays as it is."""
+        entering: dict[str, _Passage] = {}
+        missing: dict[str, int] = {}  # pages that a row needs beside those that it has
+        for row in batch.rows:
+            if row.tier == "host" and not row.gated:
+                passage = self._passage(row)
+                if passage is not None:
+                    needed = pages_for(row.end - passage.base, self._page_tokens)
+                    entering[row.request_id] = passage
+                    missing[row.request_id] = max(0, needed - len(passage.pages))
+        self._make_room(sum(missing.values()), batch, entering)
         rows = []
         far = {}
-        kept: set[str] = set()
         for row in batch.rows:
-            passes = row.tier == "host" and not row.gated
-            passage = self._enter(row, kept) if passes else None
-            if passage is not None:
-                kept.add(row.request_id)
+            passage = entering.get(row.request_id)
+            if passage is not None and missing[row.request_id] <= len(self._free):
+                passage.pages += [self._free.pop(0) for _ in range(missing[row.request_id])]
+                passage.positions = row.end
+                self._passages[row.request_id] = passage
+                self._passages.move_to_end(row.request_id)
                 if passage.base:
                     far[row.request_id] = row.pages[: passage.base // self._page_tokens]
                 row = msgspec.structs.replace(row, tier="gpu", pages=list(passage.pages))
@@ -106,48 +117,47 @@ class Transit:
         """The event after which all that was launched so far for the request is on the host."""
         return self._landing.pop(request_id, None)
 
-    def _enter(self, row: BatchRow, kept: set[str]) -> _Passage | None:
+    def _passage(self, row: BatchRow) -> _Passage | None:
+        """The row's, or a new one; None if the page that the row goes on with is elsewhere."""
         passage = self._passages.get(row.request_id)
         if passage is not None and (row.start == 0 or passage.positions < row.start):
             self._leave(row.request_id)  # it starts again, or has been elsewhere meanwhile
             passage = None
         if passage is None:
             if row.start % self._page_tokens:
-                return None  # the page that it goes on with is not here
+                return None
             passage = _Passage(base=row.start)
             if row.start:
                 self._copies.loads_follow_stores()
-        first_page = row.start // self._page_tokens - passage.base // self._page_tokens
-        needed = pages_for(row.end - passage.base, self._page_tokens) - len(passage.pages)
-        if not self._make_room(needed, kept | {row.request_id}):
-            # At the cost of its own oldest pages, which are on the host by now.
-            missing = needed - len(self._free)
-            if missing > first_page or passage.stored is None:
-                return None
-            stored, pages = passage.shed(missing, self._page_tokens)
-            self._copies.loads_follow(stored)
-            self._leaving.append((stored, pages))
-            self._make_room(needed, kept | {row.request_id})
-        passage.pages += [self._free.pop(0) for _ in range(needed)]
-        passage.positions = row.end
-        self._passages[row.request_id] = passage
-        self._passages.move_to_end(row.request_id)
         return passage
 
-    def _make_room(self, count: int, kept: set[str]) -> bool:
-        """Free at least `count` pages, at the cost of other prompts' passages if need be."""
-        while len(self._free) < count:
-            if not self._leaving:
-                victim = next((name for name in self._passages if name not in kept), None)
-                if victim is None:
-                    return False
-                self._leave(victim)
-                continue
+    def _make_room(self, count: int, batch: Batch, entering: dict[str, _Passage]) -> None:
+        """Free so many pages, as far as possible: at the cost of other prompts' passages, then of
+        the oldest pages of the batch's own prompts, which are on the host by now."""
+        others = [name for name in self._passages if name not in entering]
+        while self._soon_free < count and others:
+            self._leave(others.pop(0))
+        own = [
+            (row.start, entering[row.request_id])
+            for row in batch.rows
+            if row.request_id in entering and entering[row.request_id].stores
+        ]
+        for start, passage in sorted(own, key=lambda each: -len(each[1].pages)):
+            before = (start - passage.base) // self._page_tokens
+            shed = min(before, count - self._soon_free)
+            if shed > 0:
+                stored, pages = passage.shed(shed, self._page_tokens)
+                self._copies.loads_follow(stored)
+                self._leaving.append((stored, pages))
+        while len(self._free) < count and self._leaving:
             # The step about to be launched overwrites the pages: not before they are stored.
             stored, pages = self._leaving.pop(0)
             self._copies.steps_follow(stored)
             self._free += pages
-        return True
+
+    @property
+    def _soon_free(self) -> int:
+        return len(self._free) + sum(len(pages) for _, pages in self._leaving)
 
     def _leave(self, request_id: str) -> None:
         passage = self._passages.pop(request_id)
