@@ -22,8 +22,10 @@ SEED := $(or $(SEED),$(shell date +%s))
 demo: $(STAMP)
 	$(BIN)/dualpace demo
 
+# A file's tests share models and oracles, so that files are what is shared out; more than two would disturb
+# each other's servers.
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # Half of the time on either executor that stands in for a GPU; the schedules take a few minutes more.
 soak: $(STAMP)
