@@ -370,3 +370,29 @@ def _tiny_llama(group: int, tmp_path_factory: pytest.TempPathFactory) -> Checkpo
     prompts = [torch.randint(3, 331, (n,)).tolist() for n in (1, 15, 16, 17, 40)]
     answers = [greedy(model, prompt, STEPS) for prompt in prompts]
     return Checkpoint(ModelSource(Path(folder), "hf"), prompts, answers)
+
+
+@pytest.fixture
+def damaged(tiny: Checkpoint, tmp_path: Path) -> Path:
+    """The checkpoint with half of its weights."""
+    place = tmp_path / "broken"
+    place.mkdir()
+    for file in tiny.source.path.iterdir():
+        data = file.read_bytes()
+        (place / file.name).write_bytes(
+            data[: len(data) // 2] if "safetensors" in file.name else data
+        )
+    return place
+
+
+@pytest.fixture
+def runs() -> Callable[[int], bool]:
+    """True for a process that has not ended."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return False
+
+    return runs
