@@ -22,7 +22,7 @@ dualpace=${DUALPACE:-dualpace}
 offline="$dualpace bench offline --model $model --load-format dummy $room --skip-longer $longest --num-warmups 4 --log-level info"
 
 # A policy's options, or those of what is named like one: dualpace-fast hurries the CPU engine and
-# paces prompts, so that no more tokens are late than under gated.
+# paces prompts, on the 70b shape to the P99 ITL of gated (which a host cannot keep on the 8b shape).
 options_of() {
     case $1 in
     dualpace-fast) echo "--policy dualpace --label dualpace-fast $at_gateds_pace" ;;
