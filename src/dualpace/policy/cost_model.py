@@ -237,14 +237,18 @@ class Surface:
         """The value at (x, y)."""
         i, u = _locate(self._x, x)
         j, v = _locate(self._y, y)
-        corners = ((i, j, (1 - u) * (1 - v)), (i, j + 1, (1 - u) * v),
-                   (i + 1, j, u * (1 - v)), (i + 1, j + 1, u * v))  # fmt: skip
-        seconds = 0.0
-        inside = self._x[0] <= x <= self._x[-1] and self._y[0] <= y <= self._y[-1]
-        for row, column, weight in corners:
-            if weight:
-                seconds += weight * self._z[row][column]
-                inside = inside and self._known[row][column]
+        near, far = self._z[i], self._z[i + 1]
+        a, b, c, d = (1 - u) * (1 - v), (1 - u) * v, u * (1 - v), u * v
+        seconds = a * near[j] + b * near[j + 1] + c * far[j] + d * far[j + 1]
+        near_known, far_known = self._known[i], self._known[i + 1]
+        inside = (
+            self._x[0] <= x <= self._x[-1]
+            and self._y[0] <= y <= self._y[-1]
+            and (near_known[j] or not a)
+            and (near_known[j + 1] or not b)
+            and (far_known[j] or not c)
+            and (far_known[j + 1] or not d)
+        )
         if x > self._x[-1]:
             slope = (1 - v) * self._beyond_x[j] + v * self._beyond_x[j + 1]
             seconds += slope * (x - self._x[-1])
@@ -256,9 +260,13 @@ class Surface:
 
 def _locate(nodes: list[float], value: float) -> tuple[int, float]:
     """The cell of `value` and its place in it from 0 to 1; the outermost place beyond the ends."""
-    cell = min(max(bisect_right(nodes, value) - 1, 0), len(nodes) - 2)
+    cell = bisect_right(nodes, value, 1, len(nodes) - 1) - 1
     low, high = nodes[cell], nodes[cell + 1]
-    return cell, min(1.0, max(0.0, (value - low) / (high - low)))
+    if value <= low:
+        return cell, 0.0
+    if value >= high:
+        return cell, 1.0
+    return cell, (value - low) / (high - low)
 
 
 def _even_out(z: Floats) -> Floats:

@@ -23,7 +23,7 @@ from dualpace.scheduler.base import SchedulerBase
 from dualpace.scheduler.load import PrefillShare
 from dualpace.scheduler.moves import Mover
 from dualpace.scheduler.planned_row import by_arrival
-from dualpace.scheduler.rows import HOST_PHASES, Phase, Row
+from dualpace.scheduler.rows import HOSTWARD, Phase, Row
 from dualpace.scheduler.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,8 @@ class GpuScheduler(SchedulerBase):
         self.prefill_share.look(now)
         if not self.rows:
             return None
-        decision = self.policy.plan_gpu(self.view(now))
+        by_phase = self._by_phase()
+        decision = self.policy.plan_gpu(self.view(now, by_phase))
         for request_id in decision.preempt:
             self.enqueue(self.rows[request_id])
             self.moves["preempted"] += 1
@@ -148,21 +149,27 @@ class GpuScheduler(SchedulerBase):
         for request_id in decision.reserve:
             self.mover.reserve(self.rows[request_id])
         self.mover.tell_load(decision.token_rate, self.prefill_share.value)
-        batch = self.build(decision.prefill)
+        batch = self.build(by_phase[Phase.DECODE], decision.prefill)
         if batch is not None:
             self.prefill_share.launched(batch.number, decision.prefill_share)
         return batch
 
-    def view(self, now: float) -> GpuView:
-        """The books as the policy may see them."""
+    def _by_phase(self) -> dict[Phase, list[Row]]:
+        """All rows, those that a policy sees in arrival order; without those that need no further
+        step on the GPU, as their last token is on its way."""
         by_phase: dict[Phase, list[Row]] = {phase: [] for phase in Phase}
         for row in self.rows.values():
-            if row.phase is not Phase.WAITING and not _ends_by_itself(row):
-                by_phase[row.phase].append(row)
-        on_host = [row for phase in HOST_PHASES for row in by_phase[phase]]
-        on_host += (row for row in by_phase[Phase.PREFILL] if row.tier == "host")
+            by_phase[row.phase].append(row)
+        by_phase[Phase.DECODE] = [row for row in by_phase[Phase.DECODE] if not row.at_length]
         for phase in (Phase.DECODE, Phase.PREFILL, Phase.REMOTE):
             by_phase[phase].sort(key=by_arrival)
+        return by_phase
+
+    def view(self, now: float, by_phase: dict[Phase, list[Row]]) -> GpuView:
+        """The books as the policy may see them."""
+        prefilling, remote = by_phase[Phase.PREFILL], by_phase[Phase.REMOTE]
+        hostward = [row for phase in HOSTWARD for row in by_phase[phase]]
+        hostward += (row for row in prefilling if row.tier == "host")
         return GpuView(
             now=now,
             page_tokens=self.page_tokens,
@@ -172,9 +179,9 @@ class GpuScheduler(SchedulerBase):
             max_tokens=self.step_tokens,
             prefill_share=self.prefill_share.value,
             decoding=tuple(row.view() for row in by_phase[Phase.DECODE]),
-            prefilling=tuple(row.view() for row in by_phase[Phase.PREFILL]),
+            prefilling=tuple(row.view() for row in prefilling),
             waiting=tuple(row.view() for row in self._placeable()),
-            host=tuple(row.view() for row in by_phase[Phase.REMOTE][:VIEWED_HOST_ROWS]),
+            host=tuple(row.view() for row in remote[:VIEWED_HOST_ROWS]),
             moving=len(by_phase[Phase.RECALLING]) + len(by_phase[Phase.LOADING]),
             demoting_pages=sum(
                 len(row.pages)
@@ -184,8 +191,9 @@ class GpuScheduler(SchedulerBase):
             host_open=self._host_open,
             host_pages_total=self.mover.host_pages_total,
             host_pages_free=self.mover.host_pages_free,
-            host_rows=len(on_host),
-            host_context=sum(max(row.num_tokens, row.host_length) for row in on_host),
+            host_rows=len(remote) + len(hostward),
+            host_context=sum(row.host_length for row in remote)
+            + sum(row.num_tokens for row in hostward),
         )
 
     @property
@@ -214,15 +222,11 @@ class GpuScheduler(SchedulerBase):
             self.queue.remove(row)
             row.phase = Phase.PREFILL
 
-    def build(self, prefill: tuple[tuple[str, int], ...]) -> Batch | None:
-        """The step: every decoding row that has (or gets) a page, then the prompts' chunks."""
-        decoding = [
-            row
-            for row in self.rows.values()
-            if row.phase is Phase.DECODE and not _ends_by_itself(row)
-        ]
-        decoding.sort(key=by_arrival)  # where pages are short, the oldest grow
-        parts = [(row, 1) for row in decoding if self._has_room(row)]
+    def build(self, decoding: list[Row], prefill: tuple[tuple[str, int], ...]) -> Batch | None:
+        """The step: every row of `decoding` that still decodes and has (or gets) a page, then the
+        prompts' chunks. Where pages are short, the first rows grow."""
+        decode = Phase.DECODE
+        parts = [(row, 1) for row in decoding if row.phase is decode and self._has_room(row)]
         for request_id, count in prefill:
             row = self.rows[request_id]
             if row.phase is Phase.PREFILL:
@@ -321,11 +325,6 @@ class GpuScheduler(SchedulerBase):
             raise AssertionError("the waiting queue does not hold the waiting rows")
         if not self.rows and not self.mover.ending:
             self.pool.check_integrity(idle=True)
-
-
-def _ends_by_itself(row: Row) -> bool:
-    """A row that needs no further step on the GPU: its last token is on its way."""
-    return row.phase is Phase.DECODE and row.at_length
 
 
 def _first_tokens(parts: list[tuple[Row, int]], limit: int) -> list[tuple[Row, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 
 from dualpace.core.history import TokenHistory
@@ -53,8 +54,9 @@ class PlannedRow:
 
     def view(self) -> RowView:
         """As the policy sees it."""
+        state = self.state
         return RowView(
-            self.id, self.arrival, self.num_tokens, self.computed, len(self.pages), self.tier
+            state.id, state.arrival, self.num_tokens, self.computed, len(self.pages), self.tier
         )
 
     def batch_row(self, count: int, *, gated: bool = False) -> BatchRow:
@@ -97,6 +99,4 @@ class PlannedRow:
         self.computed = part.start
 
 
-def by_arrival(row: PlannedRow) -> int:
-    """Sort key."""
-    return row.state.arrival
+by_arrival = operator.attrgetter("state.arrival")  # sort key

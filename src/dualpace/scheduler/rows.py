@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-import msgspec
-
 from dualpace.core.plan import BatchRow
 from dualpace.policy.view import RowView
 from dualpace.scheduler.planned_row import PlannedRow
@@ -33,9 +31,11 @@ class Phase(enum.Enum):
     RECALLING = "recalling"  # the CPU engine's, asked back; GPU pages are reserved
     LOADING = "loading"  # its KV is being copied to the GPU
 
+    __hash__ = object.__hash__  # Enum's own takes far longer, and every step sorts rows by phase
 
-# Phases in which a row has host pages or has asked for some; beside them, a PREFILL into the host.
-HOST_PHASES = (Phase.RESERVING, Phase.LANDING, Phase.DEMOTING, Phase.STORING, Phase.REMOTE)
+
+# On the way to the host: it has host pages or has asked for some, as has a PREFILL into the host.
+HOSTWARD = (Phase.RESERVING, Phase.LANDING, Phase.DEMOTING, Phase.STORING)
 
 
 @dataclass(eq=False)
@@ -56,13 +56,14 @@ class Row(PlannedRow):
 
     @property
     def pages(self) -> list[int]:
-        return self.host_pages if self.tier == "host" else super().pages
+        if self.tier == "host":
+            return self.host_pages
+        return self.table.pages if self.table is not None else []
 
     def view(self) -> RowView:
-        view = super().view()
         if self.phase is Phase.REMOTE:
-            view = msgspec.structs.replace(view, tokens=self.host_length)
-        return view
+            return RowView(self.id, self.arrival, self.host_length, tier=self.tier)
+        return super().view()
 
     def launched(self, step: int, part: BatchRow) -> None:
         super().launched(step, part)
