@@ -26,6 +26,7 @@ import msgspec
 
 from dualpace.assist.mailbox import create_mailbox
 from dualpace.core.config import EngineConfig, EngineOptions
+from dualpace.core.garbage import spare_what_stands
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Executor
@@ -58,6 +59,10 @@ from dualpace.supervisor import Launch, Supervisor, Timeouts
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+# Seconds that a thread of an engine keeps Python to itself while another wants it. A step is
+# launched by hundreds of calls, each of which lets go of Python; with Python's own 5 ms one that
+# plans meanwhile would hold it up for as long as planning takes.
+SWITCH_INTERVAL = 1e-4
 
 
 class EngineJob(msgspec.Struct, frozen=True):
@@ -250,6 +255,8 @@ def run_engine(job_text: str) -> None:
             "%s engine: ready after %.1f s with %d tokens of KV",
             launch.name, time.monotonic() - started, ready.kv_tokens,
         )  # fmt: skip
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        spare_what_stands()
         depth = config.steps_in_flight if launch.name == GPU else 1
         beat = Heartbeat(launch.heartbeat)
         EngineLoop(scheduler, executor, port, time.monotonic, depth, beat, timeline).run()

@@ -147,14 +147,20 @@ def test_the_drawing_kernel_draws_what_the_sampler_draws() -> None:
         for i in range(rows)
     ]
     positions = [i * 1733 for i in range(rows)]
-    drawn = draw(
-        logits,
+    rules = (
         torch.tensor([p.temperature for p in params], dtype=torch.float64, device="cuda"),
         torch.from_numpy(np.array([p.seed for p in params], np.uint64).view(np.int64)).cuda(),
         torch.tensor(positions, device="cuda"),
     )
+    drawn, placed = (torch.full((rows + 9,), -1, device="cuda") for _ in range(2))
+    draw(logits, *rules, drawn)
+    places = torch.randperm(rows + 9, device="cuda", generator=generator)[:rows]
+    draw(logits, *rules, placed, places=places)
     by_sampler = sample(logits.float(), list(map(SampleRow, params, positions)))
-    assert torch.equal(drawn, by_sampler.tokens)
+    assert torch.equal(drawn[:rows], by_sampler.tokens)
+    assert torch.equal(placed[places], by_sampler.tokens)
+    assert (drawn[rows:] == -1).all()
+    assert (placed == -1).sum() == 9
 
 
 def test_steps_launched_ahead_of_a_slow_device_compute_what_an_unhurried_one_computes(

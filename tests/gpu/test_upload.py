@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualpace.gpu.upload import COMMAND_BYTES, fetch, pack, send, upload, views
+from dualpace.gpu.upload import COMMAND_BYTES, StagedArrays, fetch, pack, send, upload, views
 
 ARRAYS = {
     "ids": np.arange(7, dtype=np.int64),
@@ -26,6 +26,23 @@ def test_what_is_packed_and_sent_comes_out_again(names: list[str]) -> None:
     for name, part in views(there, arrays).items():
         assert part.dtype == torch.from_numpy(ARRAYS[name].copy()).dtype
         np.testing.assert_array_equal(part.numpy(), ARRAYS[name])
+
+
+def test_staged_arrays_arrive_as_filled_and_what_is_not_sent_stays() -> None:
+    staged = StagedArrays(
+        torch.device("cpu"), ids=(np.int64, 5), pages=(np.int32, 3), table=(np.int32, 40_000)
+    )
+    staged.fill("ids", np.arange(3), rest=-1)
+    staged.fill("pages", [7, 8, 9])
+    staged.fill("table", np.arange(30_000))
+    staged.send("table", 20_000)
+    staged.fill("ids", [4, 4, 4, 4])
+    assert staged.device["ids"].tolist() == [0, 1, 2, -1, -1]
+    assert staged.device["pages"].tolist() == [7, 8, 9]
+    np.testing.assert_array_equal(staged.device["table"][:20_000].numpy(), np.arange(20_000))
+    assert not staged.device["table"][20_000:].any()
+    staged.send("pages", 0)
+    assert staged.device["ids"].tolist() == [4, 4, 4, 4, -1]
 
 
 @pytest.mark.gpu

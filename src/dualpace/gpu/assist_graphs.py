@@ -118,7 +118,9 @@ class SlotGraphs:
                     flow.attended.copy_(at.attended[:rows], non_blocking=True)
                 hidden = layers.leave(index, inputs, flow)
             torch.mm(hidden, lm_head.t(), out=logits)
-            return draw(logits, temperatures, keys, positions + 1)
+            sampled = torch.empty(rows, dtype=torch.int64, device=device)
+            draw(logits, temperatures, keys, positions + 1, sampled)
+            return sampled
 
         self._capture_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._capture_stream):

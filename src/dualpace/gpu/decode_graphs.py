@@ -12,18 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.progress import track
 from torch import Tensor
 
 from dualpace.gpu.cuda_layers import Flow, TokenInputs
 from dualpace.gpu.draw import draw_arrays
-from dualpace.gpu.flashinfer_attention import BlockTables, DecodeAttention
+from dualpace.gpu.flashinfer_attention import BlockTables, DecodeAttention, GraphTables
 from dualpace.gpu.flashinfer_model import FlashInferModel
 from dualpace.gpu.gate import device_alone
 from dualpace.gpu.step_input import StepInput
-from dualpace.gpu.upload import pack, padded, send, views
+from dualpace.gpu.upload import StagedArrays
 
 # Which of them has the faster kernels for a few rows differs from shape to shape.
 BLAS_LIBRARIES = ("cublas", "cublaslt")
@@ -34,7 +33,7 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 256)
 class _Graph:
     graph: torch.cuda.CUDAGraph
     attention: DecodeAttention
-    inputs: Tensor  # uint8, arrays of `_arrays` behind each other
+    inputs: StagedArrays
     logits: Tensor  # [rows, V]
 
 
@@ -76,48 +75,57 @@ class DecodeGraphs:
         graph = self._graphs[bucket]
         pools = self._model.pools
         tables = BlockTables.of(step.spans, pools.page_tokens, len(pools["gpu"]))
-        tables = tables.padded(bucket, self._scratch_page)
-        arrays = self._arrays(step, tables, bucket)
-        packed = pack(arrays)
-        send(packed, graph.inputs[: len(packed)])
-        indices = views(graph.inputs, arrays)["indices"]
-        graph.attention.plan(tables, indices)
+        tables = self._fill(graph.inputs, bucket, step, tables)
+        graph.inputs.send("indices", len(tables.indices))
+        graph.attention.plan_again(tables)
         graph.graph.replay()
         return graph.logits[:rows]
 
-    def _arrays(
-        self, step: StepInput, tables: BlockTables, bucket: int
-    ) -> dict[str, npt.NDArray[np.generic]]:
-        """A graph's inputs, all but the last of a size that the bucket tells."""
-        more = (0, bucket - len(step.rows))
-        drawn = draw_arrays(step.rows)
-        return {
-            "tokens": np.pad(step.tokens, more),
-            "sources": np.pad(step.sources, more, constant_values=-1),
-            "positions": np.pad(step.positions, more),
-            "temperatures": np.pad(drawn["temperatures"], more),
-            "seeds": np.pad(drawn["seeds"], more),
-            "pages": tables.pages,
-            "offsets": tables.offsets,
-            "indices": tables.indices,
-        }
+    def _fill(
+        self, inputs: StagedArrays, bucket: int, step: StepInput, tables: BlockTables
+    ) -> BlockTables:
+        """Fill a graph's inputs; rows that it has beyond those of the step decode one token in the
+        scratch page. Returns the tables with theirs, as they stand in the inputs."""
+        rows, pages = len(step.rows), len(tables.indices)
+        end = pages + bucket - rows
+        inputs.fill("tokens", step.tokens, rest=0)
+        inputs.fill("sources", step.sources, rest=-1)
+        inputs.fill("positions", step.positions, rest=0)
+        for name, values in draw_arrays(step.rows).items():
+            inputs.fill(name, values, rest=0)
+        inputs.fill("pages", tables.pages, rest=self._scratch_page)
+        inputs.fill("offsets", tables.offsets, rest=0)
+        inputs.fill("indptr", tables.indptr)
+        inputs.host["indptr"][rows:] = np.arange(pages, end + 1)
+        inputs.fill("last_page_len", tables.last_page_len, rest=1)
+        inputs.fill("indices", tables.indices)
+        inputs.host["indices"][pages:end] = self._scratch_page
+        host = inputs.host
+        return BlockTables(
+            host["indptr"], host["indices"][:end], host["last_page_len"], host["pages"],
+            host["offsets"],
+        )  # fmt: skip
 
     def _capture(self, rows: int) -> _Graph:
         layers, model = self._model.layers, self._model
         weights = layers.weights
         # The rows may name all pages between them; padding names the scratch page once a row.
-        pages = len(layers.pool) + rows
+        inputs = StagedArrays(
+            weights.device,
+            tokens=(np.int64, rows), sources=(np.int64, rows), positions=(np.int64, rows),
+            temperatures=(np.float64, rows), seeds=(np.int64, rows),
+            pages=(np.int32, rows), offsets=(np.int32, rows),
+            indptr=(np.int32, rows + 1), last_page_len=(np.int32, rows),
+            indices=(np.int32, len(layers.pool) + rows),
+        )  # fmt: skip
+        at = inputs.device
+        where = GraphTables(at["indptr"], at["indices"], at["last_page_len"])
         attention = DecodeAttention(
-            layers.spec, model.pools.page_tokens, model.workspace, rows, pages
+            layers.spec, model.pools.page_tokens, model.workspace, graph=where
         )
         nothing = StepInput([], [], [], *(np.empty(0, dtype=np.int64) for _ in range(5)))
-        tables = BlockTables.of([], model.pools.page_tokens, 0).padded(rows, self._scratch_page)
-        arrays = self._arrays(nothing, tables, rows)
-        packed = pack(arrays)
-        size = len(packed) + padded(4 * (pages - rows))
-        inputs = torch.zeros(size, dtype=torch.uint8, device=weights.device)
-        send(packed, inputs[: len(packed)])
-        at = views(inputs, arrays)
+        tables = self._fill(inputs, rows, nothing, BlockTables.of([], model.pools.page_tokens, 0))
+        inputs.send("indices", len(tables.indices))
         tokens = TokenInputs(**{name: at[name] for name in TokenInputs.__dataclass_fields__})
         logits = self._logits[:rows]
 
@@ -127,13 +135,14 @@ class DecodeGraphs:
             flow = Flow.new(layers.spec, rows, weights.device)
             layers.enter(tokens, self._sampled, flow)
             for index in range(layers.spec.num_layers):
-                attention.run(flow.query, layers.pool[:, index], flow.attended)
+                kv = (layers.pool[:, index, 0], layers.pool[:, index, 1])
+                attention.run(flow.query, kv, flow.attended)
                 hidden = layers.leave(index, tokens, flow)
             torch.mm(hidden, weights.lm_head.t(), out=logits)
-            drawn = draw(logits, at["temperatures"], at["seeds"], at["positions"] + 1)
-            self._sampled[:rows] = drawn
+            rules = (at["temperatures"], at["seeds"], at["positions"] + 1)
+            draw(logits, *rules, self._sampled)
 
-        attention.plan(tables, at["indices"])
+        attention.plan(tables, at["indices"][: len(tables.indices)])
         timed = [self._timed(library, body) for library in BLAS_LIBRARIES]
         graph, _ = min(timed, key=lambda each: each[1])
         return _Graph(graph, attention, inputs, logits)

@@ -42,9 +42,8 @@ def draw_plain(step: StepInput, logits: Tensor, sampled: Tensor) -> None:
         },
         logits.device,
     )
-    sampled[arrays["rows"]] = draw(
-        logits, arrays["temperatures"], arrays["seeds"], arrays["positions"]
-    )
+    rules = (arrays["temperatures"], arrays["seeds"], arrays["positions"])
+    draw(logits, *rules, sampled, places=arrays["rows"])
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dualpace.core.model_spec import ModelSpec
-from dualpace.gpu.flashinfer_attention import ContextAttention, flashinfer
+from dualpace.gpu.flashinfer_attention import ContextAttention, LayerRuns, flashinfer
 from dualpace.gpu.page_copies import PageCopies, Run
 from dualpace.gpu.step_input import Span
 
@@ -34,8 +35,18 @@ class _Unit:
     runs: list[Run]  # in which they come
 
 
+class _Seen(NamedTuple):
+    """What one unit makes in every layer, and what that is merged with."""
+
+    run: LayerRuns
+    seen: Tensor  # [count, heads, D]
+    weight: Tensor  # float32 [count, heads]
+    out: Tensor  # like `seen`
+    lse: Tensor  # like `weight`
+
+
 class FarContext:
-    """Planned once for a step, run once for each layer, in order."""
+    """Planned once for a step, begun, and run once for each layer, in order."""
 
     def __init__(
         self, spec: ModelSpec, page_tokens: int, workspace: Tensor, copies: PageCopies
@@ -49,9 +60,11 @@ class FarContext:
         self._planned: dict[tuple[int, int], ContextAttention] = {}  # by queries and pages
         self._tiles: Tensor | None = None
         self._units: list[_Unit] = []
+        self._seen: list[_Seen] = []  # of each unit
         self._started = 0
-        self._loaded: dict[int, torch.cuda.Event] = {}
-        self._used: dict[int, torch.cuda.Event] = {}  # by slot, also by the step before
+        # By slot, of the latest tile there; that it has been used also by the step before.
+        self._loaded = [torch.cuda.Event() for _ in range(SLOTS)]
+        self._used = [torch.cuda.Event() for _ in range(SLOTS)]
 
     def plan(self, spans: Sequence[Span], host_pages: Sequence[Sequence[int]]) -> None:
         """host_pages: for each span, the pages of what is before its first page on the GPU. What is
@@ -62,6 +75,7 @@ class FarContext:
             for begin in range(0, len(pages), self._tile_pages)
             for tile in (pages[begin : begin + self._tile_pages],)
         ]
+        self._seen = []
         if not self._units:
             return
         if self._tiles is None:  # few ever need them
@@ -70,9 +84,8 @@ class FarContext:
                 self._spec.head_dim,
             )  # fmt: skip
             self._tiles = torch.empty(shape, dtype=torch.bfloat16, device=self._workspace.device)
-            everything = torch.cuda.Event()  # whatever had this memory before
-            everything.record()
-            self._used = dict.fromkeys(range(SLOTS), everything)
+            for used in self._used:  # by whatever had this memory before
+                used.record()
         # Most tiles are full: what is planned for one of a row is right for all of its like.
         shapes = dict.fromkeys((unit.count, unit.pages) for unit in self._units)
         while len(self._attentions) < len(shapes):
@@ -82,27 +95,36 @@ class FarContext:
         self._planned = dict(zip(shapes, self._attentions, strict=False))
         for (count, pages), attention in self._planned.items():
             attention.plan(count, np.arange(pages, dtype=np.int32))
-        self._loaded = {}
         self._started = 0
         for _ in range(SLOTS):
             self._start_next()
 
-    def run(self, layer: int, query: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge the layer's far context into `out` [N, heads, D] and `lse` [N, heads], which hold
-        the attention to the pages on the GPU. query: [N, heads, D]."""
+    def begin(self, query: Tensor, out: Tensor, lse: Tensor) -> None:
+        """The step's queries, [N, heads, D], and what every layer's far context is merged into: the
+        attention to the pages on the GPU, likewise, and float32 [N, heads]."""
+        most = max(unit.count for unit in self._units)
+        seen, weight = torch.empty_like(out[:most]), torch.empty_like(lse[:most])
+        for unit in self._units:
+            part, count = slice(unit.first, unit.first + unit.count), unit.count
+            attention = self._planned[count, unit.pages]
+            run = attention.layers(query[part], seen[:count], weight[:count])
+            self._seen.append(_Seen(run, seen[:count], weight[:count], out[part], lse[part]))
+
+    def run(self, layer: int) -> None:
+        """Merge the layer's far context."""
         assert self._tiles is not None
         merge = flashinfer().merge_state_in_place
-        for place, unit in enumerate(self._units):
-            number = layer * len(self._units) + place
-            slot = number % SLOTS
-            torch.cuda.current_stream().wait_event(self._loaded.pop(number))
-            part = slice(unit.first, unit.first + unit.count)
-            attention = self._planned[unit.count, unit.pages]
-            seen, weight = attention.run(query[part], self._tiles[slot, : unit.pages])
-            merge(out[part], lse[part], seen, weight)
-            self._used[slot] = torch.cuda.Event()
-            self._used[slot].record()
+        stream = torch.cuda.current_stream()
+        for place, (unit, seen) in enumerate(zip(self._units, self._seen, strict=True)):
+            slot = (layer * len(self._units) + place) % SLOTS
+            tile = self._tiles[slot, : unit.pages]
+            stream.wait_event(self._loaded[slot])
+            seen.run((tile[:, 0], tile[:, 1]))
+            merge(seen.out, seen.lse, seen.seen, seen.weight)
+            self._used[slot].record(stream)
             self._start_next()
+        if layer + 1 == self._spec.num_layers:
+            self._seen = []  # which holds on to what it was begun with
 
     def _start_next(self) -> None:
         """Start loading the next tile, if there is one, once its slot is free."""
@@ -113,7 +135,7 @@ class FarContext:
         assert self._tiles is not None
         slot = number % SLOTS
         unit = self._units[place]
-        self._loaded[number] = self._copies.load_layer(
-            layer, unit.runs, self._tiles[slot, : unit.pages], after=self._used[slot]
+        self._copies.load_layer(
+            layer, unit.runs, self._tiles[slot], self._used[slot], self._loaded[slot]
         )
         self._started += 1

@@ -6,8 +6,10 @@ Knows block tables and positions; KV has been written into the pages before `run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ from dualpace.gpu.step_input import Span
 WORKSPACE_BYTES = 256 * 2**20  # partial results of split contexts, for both kernels
 
 Int32Array = npt.NDArray[np.int32]
+KvCache = tuple[Tensor, Tensor]  # K and V of one layer: [pages, kv_heads, page_tokens, D]
+
+_DTYPES = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -37,21 +42,18 @@ class BlockTables:
     @classmethod
     def of(cls, spans: Sequence[Span], page_tokens: int, pool_pages: int) -> BlockTables:
         """Raises `EngineError` for a page outside the pool, which would end the process."""
-        used = [-(-(span.end - span.base) // page_tokens) for span in spans]
-        indices = np.fromiter(
-            (page for span, count in zip(spans, used, strict=True) for page in span.pages[:count]),
-            dtype=np.int32,
-            count=sum(used),
-        )
+        used = [-(-(span.start + span.count - span.base) // page_tokens) for span in spans]
+        tables = (span.pages[:count] for span, count in zip(spans, used, strict=True))
+        indices = np.fromiter(chain.from_iterable(tables), dtype=np.int32, count=sum(used))
         if indices.size and (indices.min() < 0 or indices.max() >= pool_pages):
             raise EngineError(f"a page outside the gpu pool of {pool_pages} pages")
         indptr = np.zeros(len(spans) + 1, dtype=np.int32)
         np.cumsum(used, out=indptr[1:])
-        ends = np.array([span.end - span.base for span in spans], dtype=np.int32)
+        starts = np.array([span.start - span.base for span in spans], dtype=np.int32)
         counts = np.array([span.count for span in spans], dtype=np.int32)
+        ends = starts + counts
         rows = np.repeat(np.arange(len(spans)), counts)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        positions = (ends - counts)[rows] + within
+        positions = np.arange(len(rows)) + (ends - np.cumsum(counts))[rows]
         return cls(
             indptr=indptr,
             indices=indices,
@@ -60,53 +62,117 @@ class BlockTables:
             offsets=(positions % page_tokens).astype(np.int32),
         )
 
-    def padded(self, rows: int, page: int) -> BlockTables:
-        """With decodes of one token in `page` added until there are `rows`."""
-        more = rows - len(self.last_page_len)
-        end = self.indptr[-1]
-        return BlockTables(
-            indptr=np.append(self.indptr, np.arange(end + 1, end + 1 + more)).astype(np.int32),
-            indices=np.append(self.indices, np.full(more, page, np.int32)),
-            last_page_len=np.append(self.last_page_len, np.ones(more, np.int32)),
-            pages=np.append(self.pages, np.full(more, page, np.int32)),
-            offsets=np.append(self.offsets, np.zeros(more, np.int32)),
-        )
+
+@dataclass(frozen=True)
+class GraphTables:
+    """Where a graph finds the block tables of its rows: int32 on the device, to be filled before
+    every replay."""
+
+    indptr: Tensor  # [rows + 1]
+    indices: Tensor  # [pages], as many as the rows may name between them
+    last_page_len: Tensor  # [rows]
 
 
 class DecodeAttention:
-    """One query token a row. With `rows`, for that many rows inside a CUDA graph."""
+    """One query token a row. With `graph`, inside a CUDA graph for its number of rows."""
 
     def __init__(
-        self, spec: ModelSpec, page_tokens: int, workspace: Tensor, rows: int = 0, pages: int = 0
+        self,
+        spec: ModelSpec,
+        page_tokens: int,
+        workspace: Tensor,
+        graph: GraphTables | None = None,
     ) -> None:
-        """workspace: uint8, may be shared by what never runs at once; pages: most that the tables
-        of a graph's rows name."""
+        """workspace: uint8, may be shared by what never runs at once."""
         wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper
         buffers = {}
-        if rows:
-            device = workspace.device
+        if graph is not None:
             buffers = {
-                "paged_kv_indptr_buffer": torch.zeros(rows + 1, dtype=torch.int32, device=device),
-                "paged_kv_indices_buffer": torch.zeros(pages, dtype=torch.int32, device=device),
-                "paged_kv_last_page_len_buffer": torch.ones(rows, dtype=torch.int32, device=device),
+                "paged_kv_indptr_buffer": graph.indptr,
+                "paged_kv_indices_buffer": graph.indices,
+                "paged_kv_last_page_len_buffer": graph.last_page_len,
             }
         self._wrapper = _without_pinned_memory(
-            wrapper(workspace, "HND", use_cuda_graph=rows > 0, use_tensor_cores=True, **buffers)
+            wrapper(
+                workspace, "HND", use_cuda_graph=bool(buffers), use_tensor_cores=True, **buffers
+            )
         )
         self._spec = spec
         self._page_tokens = page_tokens
 
     def plan(self, tables: BlockTables, indices: Tensor) -> None:
         """indices: `tables.indices` on the device."""
-        self._wrapper.plan(
+        self._wrapper.plan(*self._arguments(tables, indices), **_DTYPES)
+
+    def plan_again(self, tables: BlockTables) -> None:
+        """For a graph that was planned once, and whose `GraphTables` are filled already."""
+        arguments = self._arguments(tables, torch.from_numpy(tables.indices))
+        flashinfer().fast_decode_plan(
+            self._wrapper, *arguments, **_DTYPES, global_override_indptr_cpu=arguments[0]
+        )
+
+    def run(self, query: Tensor, kv: KvCache, out: Tensor) -> None:
+        """query, out: [rows, heads, D]."""
+        self._wrapper.run(query, kv, out=out)
+
+    def layers(self, query: Tensor, out: Tensor) -> LayerRuns:
+        """`run` for one layer after the other, as planned."""
+        return LayerRuns(self._wrapper, query, out)
+
+    def _arguments(self, tables: BlockTables, indices: Tensor) -> tuple[Any, ...]:
+        return (
             torch.from_numpy(tables.indptr), indices, torch.from_numpy(tables.last_page_len),
             self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
-            q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         )  # fmt: skip
 
-    def run(self, query: Tensor, pool: Tensor, out: Tensor) -> None:
-        """query, out: [rows, heads, D]; pool: [pages, 2, kv_heads, page_tokens, D]."""
-        self._wrapper.run(query, pool, out=out)
+
+class LayerRuns:
+    """Runs a planned wrapper for one layer after the other, on the same queries.
+
+    What the library hands to its kernel differs from layer to layer by K and V alone, and finding
+    it out takes the launching thread longer than the launch: from the second layer on, the kernel
+    is called with what it was called with for the first.
+    """
+
+    def __init__(self, wrapper: Any, query: Tensor, out: Tensor, lse: Tensor | None = None) -> None:
+        """query, out: [tokens, heads, D]; lse: float32 [tokens, heads], gets log2 of the sums that
+        softmax divides by."""
+        self._wrapper = wrapper
+        self._query = query
+        self._out = out
+        self._lse = lse
+        self._kernel: Callable[..., object] | None = None
+        self._arguments: list[Any] = []
+        self._k = self._v = 0  # their places among the arguments
+
+    def __call__(self, kv: KvCache) -> None:
+        if self._kernel is None:
+            self._first(kv)
+            return
+        self._arguments[self._k], self._arguments[self._v] = kv
+        self._kernel(*self._arguments)
+
+    def _first(self, kv: KvCache) -> None:
+        module = self._wrapper._cached_module
+        calls: list[tuple[Any, ...]] = []
+
+        def paged_run(*arguments: Any) -> None:
+            calls.append(arguments)
+            module.paged_run(*arguments)
+
+        self._wrapper._cached_module = SimpleNamespace(paged_run=paged_run)
+        try:
+            self._wrapper.run(
+                self._query, kv, out=self._out, lse=self._lse, return_lse=self._lse is not None
+            )
+        finally:
+            self._wrapper._cached_module = module
+        (arguments,) = calls
+        places = [[i for i, each in enumerate(arguments) if each is part] for part in kv]
+        if [len(found) for found in places] == [1, 1]:
+            (self._k,), (self._v,) = places
+            self._arguments = list(arguments)
+            self._kernel = module.paged_run
 
 
 class PrefillAttention:
@@ -126,17 +192,12 @@ class PrefillAttention:
             torch.from_numpy(starts), torch.from_numpy(tables.indptr), indices,
             torch.from_numpy(tables.last_page_len),
             self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
-            causal=True, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+            causal=True, **_DTYPES,
         )  # fmt: skip
 
-    def run(self, query: Tensor, pool: Tensor, out: Tensor) -> None:
-        """query, out: [tokens, heads, D]; pool: [pages, 2, kv_heads, page_tokens, D]."""
-        self._wrapper.run(query, pool, out=out)
-
-    def run_with_lse(self, query: Tensor, pool: Tensor, out: Tensor) -> Tensor:
-        """The same; returns log2 of the sums that softmax divides by, float32 [tokens, heads]."""
-        lse: Tensor = self._wrapper.run(query, pool, out=out, return_lse=True)[1]
-        return lse
+    def layers(self, query: Tensor, out: Tensor, lse: Tensor | None = None) -> LayerRuns:
+        """Attention for one layer after the other, as planned."""
+        return LayerRuns(self._wrapper, query, out, lse)
 
 
 class ContextAttention:
@@ -149,20 +210,19 @@ class ContextAttention:
         self._page_tokens = page_tokens
 
     def plan(self, queries: int, pages: Int32Array) -> None:
-        """pages: their ids in the pool that `run` is given."""
+        """pages: their ids in the K and V that `layers` are given."""
         self._wrapper.plan(
             torch.from_numpy(np.array([0, queries], dtype=np.int32)),
             torch.from_numpy(np.array([0, len(pages)], dtype=np.int32)),
             torch.from_numpy(pages).to("cuda", non_blocking=True),
             torch.from_numpy(np.array([self._page_tokens], dtype=np.int32)),
             self._spec.num_heads, self._spec.num_kv_heads, self._spec.head_dim, self._page_tokens,
-            causal=False, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+            causal=False, **_DTYPES,
         )  # fmt: skip
 
-    def run(self, query: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [queries, heads, D] and log2 sums [queries, heads], as of `run_with_lse`."""
-        out, lse = self._wrapper.run(query, pool, return_lse=True)
-        return out, lse
+    def layers(self, query: Tensor, out: Tensor, lse: Tensor) -> LayerRuns:
+        """Attention for one layer after the other, as planned."""
+        return LayerRuns(self._wrapper, query, out, lse)
 
 
 def _without_pinned_memory(wrapper: Any) -> Any:

@@ -25,6 +25,7 @@ from dualpace.gpu.flashinfer_attention import (
     WORKSPACE_BYTES,
     BlockTables,
     DecodeAttention,
+    LayerRuns,
     PrefillAttention,
 )
 from dualpace.gpu.kv_pools import KVPools
@@ -48,11 +49,14 @@ class StepAttention:
         """workspace: uint8 on the device, may be shared by steps on one stream."""
         self._spec = spec
         self._pools = pools
+        pool = pools["gpu"]
+        self._kv = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(spec.num_layers)]
         self._decode = DecodeAttention(spec, pools.page_tokens, workspace)
         self._prefill = PrefillAttention(spec, pools.page_tokens, workspace)
         self._far = FarContext(spec, pools.page_tokens, workspace, copies)
         self._host = TorchAttention(pools, spec.group_size, workspace.device)
         self._has_far = False
+        self._runs: list[LayerRuns] = []  # the step's
         # Tokens end to end: decodes, chunks of prompts, those with KV on the host, gated ones.
         self._decodes = self._on_gpu = self._planned = self._tokens = 0
 
@@ -90,29 +94,48 @@ class StepAttention:
         far = [span for span in chunks if span.far]
         self._has_far = bool(far)
         self._far.plan(far, [span.far for span in far])
+        self._runs = []
         if on_host:
             self._host.plan(on_host)
         return arrays
 
     def run(self, layer: int, flow: Flow) -> None:
-        spec, pages = self._spec, self._pools["gpu"][:, layer]
-        split, here, planned = self._decodes, self._on_gpu, self._planned
-        if split:
-            self._decode.run(flow.query[:split], pages, flow.attended[:split])
+        """flow: the same for all layers of a step."""
+        if layer == 0:
+            self._begin(flow)
+        for run in self._runs:
+            run(self._kv[layer])
         if self._has_far:
-            lse = torch.empty((self._tokens, spec.num_heads), device=flow.query.device)
-            lse[split:here] = self._prefill.run_with_lse(
-                flow.query[split:here], pages, flow.attended[split:here]
-            )
-            self._far.run(layer, flow.query, flow.attended, lse)
-        elif split < here:
-            self._prefill.run(flow.query[split:here], pages, flow.attended[split:here])
+            self._far.run(layer)
+        here, planned = self._on_gpu, self._planned
         if here < planned:
+            spec = self._spec
             heads = flow.qkv.view(self._tokens, -1, spec.head_dim)
             sizes = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
             _, k, v = heads.split(sizes, dim=1)
             attended = self._host.run(layer, flow.query, k, v)
             flow.attended[here:planned] = attended[here:planned]
+        if layer + 1 == self._spec.num_layers:
+            self._runs = []  # they hold on to what `flow` has
+
+    def _begin(self, flow: Flow) -> None:
+        split, here = self._decodes, self._on_gpu
+        self._runs = []
+        if split:
+            self._runs.append(self._decode.layers(flow.query[:split], flow.attended[:split]))
+        if split == here:
+            return
+        lse = None
+        if self._has_far:
+            heads = self._spec.num_heads
+            lse = torch.empty((self._tokens, heads), device=flow.query.device)
+            self._far.begin(flow.query, flow.attended, lse)
+        chunks = slice(split, here)
+        self._runs.append(
+            self._prefill.layers(
+                flow.query[chunks], flow.attended[chunks], None if lse is None else lse[chunks]
+            )
+        )
 
 
 class FlashInferModel:

@@ -89,20 +89,27 @@ class PageCopies:
         return list(self._runs(host_pages, range(len(host_pages)), host_pages))
 
     def load_layer(
-        self, layer: int, runs: Sequence[Run], target: Tensor, after: torch.cuda.Event
-    ) -> torch.cuda.Event:
-        """Start bringing one layer of host pages to `target`, [pages, 2, kv_heads, page_tokens, D]
-        on the GPU, once `after` has passed. runs: of `gather_runs`."""
+        self,
+        layer: int,
+        runs: Sequence[Run],
+        target: Tensor,
+        after: torch.cuda.Event,
+        loaded: torch.cuda.Event,
+    ) -> None:
+        """Start bringing one layer of host pages to the first of `target`, [pages, 2, kv_heads,
+        page_tokens, D] on the GPU, once `after` has passed; `loaded` passes at the end. runs: of
+        `gather_runs`."""
         host = self._pools["host"]
-        width = host[0, 0].numel() * host.itemsize
-        with torch.cuda.stream(self._loads):
-            self._loads.wait_event(after)
-            for source, first, count in runs:
-                copy_rows_to_device(
-                    host[source, layer].data_ptr(), host.stride(0) * host.itemsize,
-                    target[first].data_ptr(), width, width, count,
-                )  # fmt: skip
-            return self.mark()
+        source = host.data_ptr() + layer * host.stride(1) * host.itemsize
+        pitch, width = host.stride(0) * host.itemsize, host.stride(1) * host.itemsize
+        self._loads.wait_event(after)
+        for run in runs:
+            copy_rows_to_device(
+                source + run.source * pitch, pitch,
+                target.data_ptr() + run.target * width, width,
+                width, run.pages, self._loads,
+            )  # fmt: skip
+        loaded.record(self._loads)
 
     def finish_stores(self) -> None:
         """Wait until everything that was to be stored is on the host."""

@@ -6,9 +6,9 @@ Pure translation on the host; chooses nothing, touches no pool and no device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,7 @@ from dualpace.core.plan import PENDING, Batch, BatchRow, Tier
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One row's place in the flat token dimension, and the pages of its context.
 
     Tokens `first` … `first + count - 1` of the step are at positions `start` … `end - 1`; the pages
@@ -28,7 +27,7 @@ class Span:
     """
 
     first: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides the tuple's
     start: int
     pages: list[int]
     tier: Tier
@@ -82,38 +81,40 @@ def flatten(
     of a step that failed: any token will do, since nobody looks at what follows it. Raises
     `EngineError` for a row whose pages cannot hold it.
     """
-    order = sorted(range(len(batch.rows)), key=lambda index: _kind(batch.rows[index], far))
+    kinds = [_kind(row, far) for row in batch.rows]
+    order = sorted(range(len(kinds)), key=kinds.__getitem__)
     rows = [batch.rows[index] for index in order]
     spans: list[Span] = []
-    tokens = np.zeros(batch.num_tokens, dtype=np.int64)
-    sources = np.full(batch.num_tokens, -1, dtype=np.int64)
-    positions = np.empty(batch.num_tokens, dtype=np.int64)
-    first = 0
+    tokens: list[int] = []
+    pending: dict[int, int] = {}  # source of each pending token
     for row in rows:
-        count = len(row.tokens)
-        before = far.get(row.request_id, ())
+        first, count = len(tokens), len(row.tokens)
+        before = far.get(row.request_id, ()) if far else ()
         base = len(before) * page_tokens
-        if count == 0 or len(row.pages) * page_tokens < row.end - base:
+        if count == 0 or len(row.pages) * page_tokens < row.start + count - base:
             raise EngineError(
                 f"request {row.request_id}: {count} tokens up to position {row.end} "
                 f"in {len(row.pages)} pages of {page_tokens} from position {base} on"
             )
-        if row.tokens[0] != PENDING:
-            tokens[first : first + count] = row.tokens
+        if row.tokens[0] == PENDING:
+            pending[first] = previous.get(row.request_id, 0)
+            tokens.append(0)
         else:
-            sources[first] = previous.get(row.request_id, 0)
-        positions[first : first + count] = np.arange(row.start, row.end)
+            tokens += row.tokens
         spans.append(Span(first, count, row.start, row.pages, row.tier, before, base))
-        first += count
+    sources = np.full(len(tokens), -1, dtype=np.int64)
+    sources[list(pending)] = list(pending.values())
+    first_positions = _array([span.start - span.first for span in spans])
+    counts = _array([span.count for span in spans])
     sampled = [index for index, row in enumerate(rows) if row.sample]
     last = [spans[index].first + spans[index].count - 1 for index in sampled]
     return StepInput(
         rows=rows,
         order=order,
         spans=spans,
-        tokens=tokens,
+        tokens=_array(tokens),
         sources=sources,
-        positions=positions,
+        positions=np.arange(len(tokens)) + np.repeat(first_positions, counts),
         sampled_rows=_array(sampled),
         sampled_tokens=_array(last),
     )
@@ -125,7 +126,7 @@ def end_to_end(first: StepInput, second: StepInput) -> StepInput:
     return StepInput(
         rows=first.rows + second.rows,
         order=first.order + [rows + place for place in second.order],
-        spans=first.spans + [replace(span, first=tokens + span.first) for span in second.spans],
+        spans=first.spans + [span._replace(first=tokens + span.first) for span in second.spans],
         tokens=np.concatenate((first.tokens, second.tokens)),
         sources=np.concatenate((first.sources, second.sources)),
         positions=np.concatenate((first.positions, second.positions)),

@@ -39,9 +39,15 @@ class _Copy2D(ctypes.Structure):
 
 
 def copy_rows_to_device(
-    source: int, source_pitch: int, target: int, target_pitch: int, width: int, rows: int
+    source: int,
+    source_pitch: int,
+    target: int,
+    target_pitch: int,
+    width: int,
+    rows: int,
+    stream: torch.cuda.Stream,
 ) -> None:
-    """Start copying `rows` rows of `width` bytes on the current stream.
+    """Start copying `rows` rows of `width` bytes.
 
     source, target: addresses in host and device memory; pitches: bytes from row to row. The host's
     memory must be registered with CUDA, or the call may wait. Raises `EngineError` where the driver
@@ -52,7 +58,7 @@ def copy_rows_to_device(
         target_kind=_DEVICE, target_device=target, target_pitch=target_pitch,
         width=width, height=rows,
     )  # fmt: skip
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    error = cuda_driver().cuMemcpy2DAsync_v2(ctypes.byref(job), stream)
+    queue = ctypes.c_void_p(stream.cuda_stream)
+    error = cuda_driver().cuMemcpy2DAsync_v2(ctypes.byref(job), queue)
     if error:
         raise EngineError(f"the driver refused a copy of {rows} rows of {width} bytes: {error}")

@@ -122,25 +122,32 @@ def _rotate_and_append(
     tl.store(pool + slot[:, None] + place[None, :] + HALF, turned_second, mask=stored)
 
 
-def draw(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def draw(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    places: Tensor | None = None,
+) -> None:
     """One token a row, as `gpu.sampler.sample` draws it without filters and banned ids.
 
     logits: bfloat16 or float32 [R, V]; temperatures: float64 [R], 0 for the argmax; seeds and
-    positions: int64 [R]. Returns int64 [R].
+    positions: int64 [R]; tokens: int64, gets each row's, in the rows' order or at its place of
+    `places`, int64 [R].
     """
     rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, DRAW_BLOCK)
     best = torch.empty((rows, blocks), dtype=torch.float64, device=logits.device)
     index = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     _draw_block[(rows, blocks)](
         logits, temperatures, seeds, positions, best, index, vocab, logits.stride(0),
         BLOCK=DRAW_BLOCK, num_warps=8,
     )  # fmt: skip
     _draw_best[(rows,)](
-        best, index, tokens, blocks, BLOCK=triton.next_power_of_2(blocks), num_warps=1
-    )
-    return tokens
+        best, index, tokens, tokens if places is None else places, blocks,
+        BLOCK=triton.next_power_of_2(blocks), PLACED=places is not None, num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -175,9 +182,12 @@ def _draw_block(
 
 
 @triton.jit
-def _draw_best(best, index, tokens, blocks, BLOCK: tl.constexpr):
+def _draw_best(
+    best, index, tokens, places, blocks, BLOCK: tl.constexpr, PLACED: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
     value = tl.load(best + row * blocks + block, mask=block < blocks, other=float("-inf"))
     _, at = tl.max(value, axis=0, return_indices=True)
-    tl.store(tokens + row, tl.load(index + row * blocks + at))
+    place = tl.load(places + row) if PLACED else row
+    tl.store(tokens + place, tl.load(index + row * blocks + at))

@@ -10,6 +10,7 @@ are written by a kernel.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,40 @@ def send(packed: Tensor, target: Tensor) -> None:
     """Copy `pack`'s bytes to as many of the device's, in the order of the current stream."""
     for source, part in zip(packed.split(COMMAND_BYTES), target.split(COMMAND_BYTES), strict=True):
         part.copy_(source, non_blocking=True)
+
+
+class StagedArrays:
+    """Arrays with a place of their own on the device, filled on the host and sent together: the
+    inputs of a graph."""
+
+    def __init__(self, device: torch.device, **sizes: tuple[type[np.generic], int]) -> None:
+        """sizes: dtype and length of each; zeros at first, on both sides."""
+        ends = list(accumulate(padded(np.dtype(kind).itemsize * n) for kind, n in sizes.values()))
+        starts = dict(zip(sizes, [0, *ends], strict=False))
+        self._staged = np.zeros(ends[-1], dtype=np.uint8)
+        self._target = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        self._starts = starts
+        self.host: dict[str, npt.NDArray[Any]] = {}
+        self.device: dict[str, Tensor] = {}
+        for name, (kind, count) in sizes.items():
+            end = starts[name] + np.dtype(kind).itemsize * count
+            self.host[name] = self._staged[starts[name] : end].view(kind)
+            dtype = torch.from_numpy(self.host[name][:0]).dtype
+            self.device[name] = self._target[starts[name] : end].view(dtype)
+
+    def fill(self, name: str, values: npt.ArrayLike, rest: int | None = None) -> None:
+        """The first of an array, and all behind them where `rest` is given."""
+        array = self.host[name]
+        count = len(values)  # type: ignore[arg-type]
+        array[:count] = values
+        if rest is not None:
+            array[count:] = rest
+
+    def send(self, last: str, count: int) -> None:
+        """All arrays up to the first `count` of `last`, in the order of the current stream. The
+        host's side may be filled again at once."""
+        end = self._starts[last] + count * self.host[last].itemsize
+        send(torch.from_numpy(self._staged[:end]), self._target[:end])
 
 
 def fetch(values: Tensor) -> Tensor:

@@ -1,0 +1,15 @@
+"""Python's garbage collector, kept away from what a long-lived process has built at its start."""
+
+from __future__ import annotations
+
+import gc
+
+
+def spare_what_stands() -> None:
+    """Everything that is alive now stays alive: later collections pass over it.
+
+    Libraries and a model leave a million objects behind, and looking at them all takes a tenth of a
+    second in which nothing else runs.
+    """
+    gc.collect()
+    gc.freeze()
