@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from dualpace.policy.cost_model import CostModel, gpu_step
+from dualpace.policy.cost_model import CostModel, GpuSteps
 from dualpace.policy.view import GpuView, RowView
 
 
@@ -32,23 +32,20 @@ def paced_budget(
     """
     if not costs.covers("gpu_decode", "gpu_prefill"):
         return budget
-    context = sum(row.tokens for row in decoding)
+    steps = GpuSteps(costs, len(decoding), sum(row.tokens for row in decoding))
     start = view.prefilling[0].computed if view.prefilling else 0
 
     def seconds(tokens: int) -> float:
-        return gpu_step(costs, len(decoding), context, [(tokens, start)]).seconds
+        return steps.beside([(tokens, start)]).seconds
 
-    limit = (seconds(budget) if target is None else target) * kept
-
-    def fits(tokens: int) -> bool:
-        return seconds(tokens) <= limit
-
-    if fits(budget):
+    full = seconds(budget)
+    limit = (full if target is None else target) * kept
+    if full <= limit:
         return budget
     low, high = 1, max(1, budget // view.page_tokens)
     while low < high:
         middle = (low + high + 1) // 2
-        if fits(middle * view.page_tokens):
+        if seconds(middle * view.page_tokens) <= limit:
             low = middle
         else:
             high = middle - 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
@@ -34,6 +35,7 @@ WHOLES: dict[Operation, Route] = {"assisted": "assist", "assisted2": "assist2"}
 # Dense work does not depend on the context: these are measured by rows alone, at context 0.
 LINES: frozenset[Operation] = frozenset(PARTS[1:])
 
+REMEMBERED_PLACES = 1024  # of a surface: far more than one step asks for
 MAX_SIZE = 10**12  # tokens or rows: sums of them stay exact in float64
 
 Chunk = tuple[int, int]  # tokens of a prompt in a step, and those computed before
@@ -92,24 +94,38 @@ class CostModel(Protocol):
 
 
 def gpu_step(costs: CostModel, rows: int, context: int, chunks: Sequence[Chunk]) -> Estimate:
-    """A GPU step of `rows` decode rows over `context` positions, and of prompt `chunks`.
+    """A GPU step of `rows` decode rows over `context` positions, and of prompt `chunks`."""
+    return GpuSteps(costs, rows, context).beside(chunks)
 
-    All of it goes through the dense layers together, as one prompt of so many tokens would; what
-    each part attends to comes on top. Each part's attention is what its context adds to its time.
+
+class GpuSteps:
+    """GPU steps of `rows` decode rows over `context` positions, and of this prompt or that.
+
+    All of a step goes through the dense layers together, as one prompt of so many tokens would;
+    what each part attends to comes on top. Each part's attention is what its context adds to its
+    time.
     """
-    if not chunks:
-        return costs.gpu_decode(rows, context) if rows else Estimate(0.0, False)
-    parts = [(1.0, costs.gpu_prefill(rows + sum(tokens for tokens, _ in chunks), 0))]
-    for tokens, start in chunks:
-        if start:
-            parts.append((1.0, costs.gpu_prefill(tokens, start)))
-            parts.append((-1.0, costs.gpu_prefill(tokens, 0)))
-    if rows:
-        parts.append((1.0, costs.gpu_decode(rows, context)))
+
+    def __init__(self, costs: CostModel, rows: int, context: int) -> None:
+        self._costs = costs
+        self._rows = rows
+        self.decodes = costs.gpu_decode(rows, context) if rows else Estimate(0.0, False)
+        self._bare = costs.gpu_decode(rows, 0).seconds if rows else 0.0
+
+    def beside(self, chunks: Sequence[Chunk]) -> Estimate:
+        """A step of the decode rows and of prompt `chunks`."""
+        if not chunks:
+            return self.decodes
+        prefill = self._costs.gpu_prefill
+        seconds, extrapolated = prefill(self._rows + sum(tokens for tokens, _ in chunks), 0)
+        for tokens, start in chunks:
+            if start:
+                whole, bare = prefill(tokens, start), prefill(tokens, 0)
+                seconds = seconds + whole.seconds - bare.seconds
+                extrapolated = extrapolated or whole.extrapolated or bare.extrapolated
         # Least contexts are never measured exactly; that they are held is no extrapolation.
-        parts.append((-1.0, Estimate(costs.gpu_decode(rows, 0).seconds, False)))
-    seconds = sum(sign * part.seconds for sign, part in parts)
-    return Estimate(seconds, any(part.extrapolated for _, part in parts))
+        seconds = seconds + self.decodes.seconds - self._bare
+        return Estimate(seconds, extrapolated or self.decodes.extrapolated)
 
 
 def cpu_step(
@@ -177,18 +193,18 @@ class TableCostModel:
         return self._surface("cpu_attention").at(rows, context)
 
     def assist(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
-        if slots == 2 and not self.covers("assist2"):
+        if slots == 2 and "assist2" not in self._surfaces:
             return _twice(self.assist(-(-rows // 2), prefill_share))
         alone, beside = _ASSISTS[slots]
         seconds, extrapolated = self._surface(alone).at(rows, 0)
-        if prefill_share and self.covers(beside):
+        if prefill_share and beside in self._surfaces:
             slowed = self._surface(beside).at(rows, 0)
             seconds += prefill_share * max(0.0, slowed.seconds - seconds)
             extrapolated = extrapolated or slowed.extrapolated
         return Estimate(seconds, extrapolated)
 
     def assist_stolen(self, rows: int, slots: int = 1) -> Estimate:
-        if slots == 2 and not self.covers("assist2_stolen"):
+        if slots == 2 and "assist2_stolen" not in self._surfaces:
             return _twice(self.assist_stolen(-(-rows // 2)))
         return self._surface("assist2_stolen" if slots == 2 else "assist_stolen").at(rows, 0)
 
@@ -232,9 +248,10 @@ class Surface:
         self._known: list[list[bool]] = known.tolist()
         self._beyond_x: list[float] = beyond_x.tolist()
         self._beyond_y: list[float] = beyond_y.tolist()
+        # The value at (x, y). A step is judged by much the same places as the one before it.
+        self.at = lru_cache(REMEMBERED_PLACES)(self._at)
 
-    def at(self, x: float, y: float) -> Estimate:
-        """The value at (x, y)."""
+    def _at(self, x: float, y: float) -> Estimate:
         i, u = _locate(self._x, x)
         j, v = _locate(self._y, y)
         near, far = self._z[i], self._z[i + 1]

@@ -9,10 +9,13 @@ the same, and chooses who does its dense work; prompts leave GPU rows theirs.
 
 from __future__ import annotations
 
+import heapq
+from operator import attrgetter
+
 from dualpace.core.plan import Route
 from dualpace.kv.pages import pages_for
 from dualpace.policy.chunks import paced_budget, prefill_budget, prefill_chunks
-from dualpace.policy.cost_model import gpu_step
+from dualpace.policy.cost_model import GpuSteps
 from dualpace.policy.host import HostRules
 from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView, RowView
 
@@ -52,24 +55,23 @@ class DualPacePolicy:
         admit: list[str] = []
         free = view.pages_free
         residents = len(decoding) + sum(row.tier == "gpu" for row in view.prefilling) + view.moving
-        waiting = {row.id for row in view.waiting}
-        candidates = sorted(
-            (row for row in (*view.host, *view.waiting) if self._could_sit(row, view)),
-            key=lambda row: row.arrival,
-        )
+        decoding_on_host = {row.id for row in view.host}
+        candidates = heapq.merge(view.host, view.waiting, key=attrgetter("arrival"))
         admitted: list[RowView] = []
         for row in candidates if not leaving else ():
             pages = pages_for(row.tokens + 1, view.page_tokens)
+            if pages > view.pages_total:
+                continue  # it could never sit
             if residents >= view.max_rows or free - pages < residents:
                 break  # the seat waits for the oldest; a younger one does not overtake it
-            if row.id in waiting:
+            if row.id in decoding_on_host:
+                promote.append(row.id)
+            else:
                 if unclaimed <= 0:
                     break
                 unclaimed -= row.remaining
                 admit.append(row.id)
                 admitted.append(row)
-            else:
-                promote.append(row.id)
             free -= pages
             residents += 1
 
@@ -142,9 +144,10 @@ class DualPacePolicy:
         prompts = [row for row in (*view.prefilling, *view.waiting) if row.id in counts]
         chunks = [(counts[row.id], row.computed) for row in prompts]
         rows, context = len(decoding), sum(row.tokens for row in decoding)
-        step = gpu_step(costs, rows, context, chunks).seconds
+        steps = GpuSteps(costs, rows, context)
+        step = steps.beside(chunks).seconds
         if rows:
-            decodes = costs.gpu_decode(rows, context).seconds
+            decodes = steps.decodes.seconds
             return rows / decodes, max(0.0, 1.0 - decodes / step)
         first_tokens = sum(counts[row.id] == row.remaining for row in prompts)
         return (first_tokens / step, 1.0) if prompts else (0.0, 0.0)
@@ -169,9 +172,6 @@ class DualPacePolicy:
             tuple(row.id for row, fit in zip(leaving, fits, strict=True) if fit),
             tuple(row.id for row, fit in zip(leaving, fits, strict=True) if not fit),
         )
-
-    def _could_sit(self, row: RowView, view: GpuView) -> bool:
-        return pages_for(row.tokens + 1, view.page_tokens) <= view.pages_total
 
     def _reserve(self, view: GpuView, taken: set[str], unclaimed: int) -> tuple[str, ...]:
         """Waiting rows to place on the host, as many as the next steps can prefill."""

@@ -18,7 +18,7 @@ from dualpace.core.plan import Batch, CopyJob, StepResult
 from dualpace.core.request import RequestState
 from dualpace.kv.ledger import TransferLedger
 from dualpace.kv.pages import PagePool, pages_for
-from dualpace.policy.view import GpuView, Policy
+from dualpace.policy.view import GpuView, Policy, RowView
 from dualpace.scheduler.base import SchedulerBase
 from dualpace.scheduler.load import PrefillShare
 from dualpace.scheduler.moves import Mover
@@ -88,6 +88,7 @@ class GpuScheduler(SchedulerBase):
         row.forget_steps()
         row.host_pages = []
         self.drop_table(row)
+        row.queued = row.view()
         bisect.insort(self.queue, row, key=by_arrival)
         if self.mover.host_gone:
             self.refuse_if_too_large(row)
@@ -180,7 +181,7 @@ class GpuScheduler(SchedulerBase):
             prefill_share=self.prefill_share.value,
             decoding=tuple(row.view() for row in by_phase[Phase.DECODE]),
             prefilling=tuple(row.view() for row in prefilling),
-            waiting=tuple(row.view() for row in self._placeable()),
+            waiting=tuple(self._placeable()),
             host=tuple(row.view() for row in remote[:VIEWED_HOST_ROWS]),
             moving=len(by_phase[Phase.RECALLING]) + len(by_phase[Phase.LOADING]),
             demoting_pages=sum(
@@ -200,17 +201,17 @@ class GpuScheduler(SchedulerBase):
     def _host_open(self) -> bool:
         return self.policy.uses_host and self.mover.host_open
 
-    def _placeable(self) -> list[Row]:
+    def _placeable(self) -> list[RowView]:
         """The first of the waiting rows, without those that wait for a tier that is down: they do
         not stand in the way of the others. Nor do those that wait for the host, being too long for
         any seat, where they are all that would be seen."""
         seat = self.pool.total * self.page_tokens
         most = max(seat, self.mover.host_pages_total * self.page_tokens if self._host_open else 0)
-        rows = (row for row in self.queue if row.state.num_tokens < most)
+        rows = (row.queued for row in self.queue if row.queued.tokens < most)
         count = min(self.max_rows, VIEWED_WAITING_ROWS)
         first = list(itertools.islice(rows, count))
-        if seat and not any(row.state.num_tokens < seat for row in first):
-            could_sit = (row for row in rows if row.state.num_tokens < seat)
+        if seat and not any(row.tokens < seat for row in first):
+            could_sit = (row for row in rows if row.tokens < seat)
             first += itertools.islice(could_sit, count)
         return first
 
@@ -267,9 +268,9 @@ class GpuScheduler(SchedulerBase):
         """The row's next token: emit it, then end the row, pass it on, or let it go on."""
         state = row.state
         state.append(token, logprobs)
-        self.emit_token(token_event(state, len(state.output) - 1))
-        finish = state.finish_reason
-        if finish is not None:
+        event = token_event(state, len(state.output) - 1)
+        self.emit_token(event)
+        if event.finish is not None:
             self.end(row)
         elif row.phase is Phase.DEMOTING:
             self.mover.store_when_still(row)
@@ -323,6 +324,8 @@ class GpuScheduler(SchedulerBase):
         waiting = [row for row in self.rows.values() if row.phase is Phase.WAITING]
         if sorted(map(id, waiting)) != sorted(map(id, self.queue)):
             raise AssertionError("the waiting queue does not hold the waiting rows")
+        if any(row.queued != row.view() for row in self.queue):
+            raise AssertionError("a waiting row is not what it was when it was queued")
         if not self.rows and not self.mover.ending:
             self.pool.check_integrity(idle=True)
 

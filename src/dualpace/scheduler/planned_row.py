@@ -61,24 +61,24 @@ class PlannedRow:
 
     def batch_row(self, count: int, *, gated: bool = False) -> BatchRow:
         """Its part of a step that computes the next `count` positions."""
-        end = self.computed + count
+        state, end = self.state, self.computed + count
         samples = end == self.num_tokens
         if self.pending:
             tokens = [PENDING]
         elif samples and count == 1:
-            tokens = [self.state.last_token]
+            tokens = [state.last_token]
         else:
-            tokens = self.state.tokens[self.computed : end]
+            tokens = state.tokens[self.computed : end]
         return BatchRow(
-            request_id=self.id,
+            request_id=state.id,
             tokens=tokens,
             start=self.computed,
             pages=list(self.pages),
             tier=self.tier,
             sample=samples,
-            params=self.state.params,
-            banned_ids=self.state.banned_ids(self.pending),
-            history=self.history.of(self.state) if samples else None,
+            params=state.params,
+            banned_ids=state.banned_ids(self.pending),
+            history=self.history.of(state) if samples else None,
             gated=gated,
         )
 

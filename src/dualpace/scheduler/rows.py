@@ -45,7 +45,8 @@ class Row(PlannedRow):
     table: its GPU pages, in every phase in which it has some or is to get its KV there;
     host_pages: granted or released pages of the CPU engine's pool; host_length: its tokens when
     the CPU engine last told; host_tokens: output tokens it had when the CPU engine, of which it
-    has come back, took it over, else None.
+    has come back, took it over, else None; queued: its view while it is WAITING, since when
+    nothing of it has changed.
     """
 
     phase: Phase = Phase.WAITING
@@ -53,6 +54,7 @@ class Row(PlannedRow):
     host_length: int = 0
     host_knows: bool = False
     host_tokens: int | None = None
+    queued: RowView = field(init=False)
 
     @property
     def pages(self) -> list[int]:
@@ -61,9 +63,9 @@ class Row(PlannedRow):
         return self.table.pages if self.table is not None else []
 
     def view(self) -> RowView:
-        if self.phase is Phase.REMOTE:
-            return RowView(self.id, self.arrival, self.host_length, tier=self.tier)
-        return super().view()
+        state = self.state
+        tokens = self.host_length if self.phase is Phase.REMOTE else self.num_tokens
+        return RowView(state.id, state.arrival, tokens, self.computed, len(self.pages), self.tier)
 
     def launched(self, step: int, part: BatchRow) -> None:
         super().launched(step, part)
