@@ -152,6 +152,7 @@ class EngineLoop:
                 self.timeline.add(
                     "steps", f"step {batch.number}", start.time, self.clock(),
                     rows=len(batch.rows), tokens=batch.num_tokens,
+                    host_rows=sum(row.tier == "host" for row in batch.rows),
                 )  # fmt: skip
             try:
                 result = ticket.result()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
-from dualpace.gpu.gate import device_alone, end_waiting_work, start_waiting_work
+from dualpace.gpu.gate import capturing, device_alone, end_waiting_work, start_waiting_work
 
 
 def test_whoever_holds_the_device_again_and_again_lets_waiting_work_in_between() -> None:
@@ -73,3 +75,23 @@ def test_the_device_is_not_held_before_waiting_work_has_ended() -> None:
     end_waiting_work()
     holder.join()
     assert seen == ["more", "held"]
+
+
+class Cycle:
+    """What only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_no_garbage_is_freed_while_graphs_are_captured() -> None:
+    before = weakref.ref(Cycle())
+    with capturing("a test"):
+        assert before() is None
+        meanwhile = weakref.ref(Cycle())
+        many = [[place] for place in range(100_000)]  # far more than starts a collection
+        assert meanwhile() is not None
+    assert gc.isenabled()
+    del many
+    gc.collect()
+    assert meanwhile() is None

@@ -25,7 +25,7 @@ from dualpace.core.model_spec import ModelSpec
 from dualpace.gpu.assist_service import SlotTensors, special_rows
 from dualpace.gpu.cuda_layers import CudaLayers, Flow, TokenInputs
 from dualpace.gpu.decode_graphs import replay_seconds
-from dualpace.gpu.gate import device_alone, end_waiting_work, start_waiting_work
+from dualpace.gpu.gate import capturing, device_alone, end_waiting_work, start_waiting_work
 from dualpace.gpu.sampler import sample
 from dualpace.gpu.stream_flags import stream_waits_for, stream_writes
 
@@ -63,7 +63,7 @@ class SlotGraphs:
             (most, layers.spec.vocab_size), dtype=layers.weights.dtype, device=device
         )
         sizes = [size for size in BUCKETS if size < most] + [most]
-        with device_alone(f"capturing the assist graphs of slot {slot}"):
+        with capturing(f"capturing the assist graphs of slot {slot}"):
             self._graphs = {size: self._capture(size, flags=True) for size in sizes[::-1]}
 
     def launch(self, rows: int) -> tuple[_Graph, torch.cuda.Event]:
@@ -86,7 +86,7 @@ class SlotGraphs:
 
         copies: between the slot's memory and the device's. No iteration may be under way.
         """
-        with device_alone("timing an assist's work"):
+        with capturing("timing an assist's work"):
             graph = self._capture(rows, flags=False, copies=copies).graph
             return replay_seconds(graph)
 

@@ -20,7 +20,7 @@ from dualpace.gpu.cuda_layers import Flow, TokenInputs
 from dualpace.gpu.draw import draw_arrays
 from dualpace.gpu.flashinfer_attention import BlockTables, DecodeAttention, GraphTables
 from dualpace.gpu.flashinfer_model import FlashInferModel
-from dualpace.gpu.gate import device_alone
+from dualpace.gpu.gate import capturing
 from dualpace.gpu.step_input import StepInput
 from dualpace.gpu.upload import StagedArrays
 
@@ -55,7 +55,7 @@ class DecodeGraphs:
         self._logits = torch.empty(
             (max_rows, len(weights.lm_head)), dtype=weights.dtype, device=weights.device
         )
-        with device_alone("capturing the decode graphs"):
+        with capturing("capturing the decode graphs"):
             # The largest first: the smaller ones find their memory in the pool.
             for rows in track(self._buckets[::-1], description="Capturing decode graphs"):
                 self._graphs[rows] = self._capture(rows)

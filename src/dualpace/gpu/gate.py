@@ -8,6 +8,7 @@ locked, enters by `start_waiting_work` and keeps them out meanwhile.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -50,6 +51,21 @@ def device_alone(purpose: str) -> Iterator[None]:
             _wanted -= 1
             _changed.notify_all()
     logger.debug("%s: %.3f s", purpose, time.monotonic() - started)
+
+
+@contextmanager
+def capturing(purpose: str) -> Iterator[None]:
+    """Hold the device to capture graphs. What is garbage goes before, and none is collected until
+    the end: freeing a graph or memory of the device would break the capture."""
+    with device_alone(purpose):
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def start_waiting_work() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dualpace.gpu.cuda_layers import CudaLayers, Flow, TokenInputs
-from dualpace.gpu.gate import device_alone
+from dualpace.gpu.gate import capturing
 
 # Tokens that graphs are captured for. Above, the GPU takes longer than the host, and padding costs.
 SIZES = (*range(16, 129, 16), *range(160, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
@@ -54,7 +54,7 @@ class LayerGraphs:
         )
         self._flow = Flow.new(layers.spec, most, device)
         self._graphs: dict[int, tuple[list[torch.cuda.CUDAGraph], Tensor]] = {}
-        with device_alone("capturing the layers' graphs"):
+        with capturing("capturing the layers' graphs"):
             for size in self._sizes[::-1]:
                 self._graphs[size] = self._capture(size)
 
