@@ -42,10 +42,13 @@ class RequestState(msgspec.Struct):
         """Prompt and output tokens known so far."""
         return len(self.prompt) + len(self.output)
 
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt followed by output."""
-        return self.prompt + self.output
+    def tokens_at(self, start: int, end: int) -> list[int]:
+        """Tokens at positions `start` … `end - 1`, known ones; a long prompt is not copied for a
+        part of it."""
+        first = len(self.prompt)
+        if end <= first:
+            return self.prompt[start:end]
+        return self.prompt[start:] + self.output[max(start - first, 0) : end - first]
 
     @property
     def last_token(self) -> int:

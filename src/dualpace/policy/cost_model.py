@@ -209,7 +209,7 @@ class TableCostModel:
         return self._surface("assist2_stolen" if slots == 2 else "assist_stolen").at(rows, 0)
 
     def covers(self, *operations: Operation) -> bool:
-        return all(operation in self._surfaces for operation in operations)
+        return self._surfaces.keys() >= set(operations)
 
     def _surface(self, operation: Operation) -> Surface:
         surface = self._surfaces.get(operation)

@@ -68,7 +68,7 @@ class PlannedRow:
         elif samples and count == 1:
             tokens = [state.last_token]
         else:
-            tokens = state.tokens[self.computed : end]
+            tokens = state.tokens_at(self.computed, end)
         return BatchRow(
             request_id=state.id,
             tokens=tokens,
