@@ -22,14 +22,17 @@ from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView, Row
 # A row that will need its next page within so many tokens counts as needing it now, so that room
 # is made before the row has to sit out.
 GROWTH_LEAD = 4
+# By default a step may take this much longer for assists before its prompts get a smaller chunk:
+# kernels work through whole tiles, so that a little less of a prompt costs what all of it does.
+TOLERATED = 1.05
 
 
 class DualPacePolicy:
     """The product's policy.
 
     max_host_rows: bounds the requests of the CPU engine; host: bounds them by time as well, if
-    given; gpu_itl_target: seconds that a GPU step with decodes may take; by default, what the
-    fullest one takes without assists, so that these cost prompts a smaller chunk and rows nothing.
+    given; gpu_itl_target: seconds that a GPU step with decodes may take; by default, `TOLERATED`
+    times what the fullest one takes without assists: more than that they cost prompts, not rows.
     """
 
     uses_host = True
@@ -120,12 +123,12 @@ class DualPacePolicy:
         budget = prefill_budget(view, len(decoding))
         if self.host is None or not decoding or not (view.prefilling or view.waiting):
             return budget
-        share = self.host.stolen_share(view.host_rows, view.host_context, view.prefill_share)
-        if self.gpu_itl_target is None and not share:
-            return budget
-        return paced_budget(
-            view, decoding, budget, self.host.costs, self.gpu_itl_target, kept=1.0 - share
-        )
+        kept = 1.0 - self.host.stolen_share(view.host_rows, view.host_context, view.prefill_share)
+        if self.gpu_itl_target is None:
+            kept *= TOLERATED
+            if kept >= 1.0:
+                return budget
+        return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target, kept)
 
     def _load(
         self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]
