@@ -1,13 +1,15 @@
-"""Writes the profiles that come with the package, from formulas and the sources told in each.
+"""Writes the profiles that come with the package.
 
-None is measured as `dualpace profile` measures: the reference machine's are put together from
-`docs/log.md` until they are, the RTX 4090's is a model of a machine that nobody here has.
+    python benchmarks/shipped_profiles.py [h200-llama-3.1-8b=PROFILE.json]
 
-    python benchmarks/shipped_profiles.py
+The reference machine's is what `dualpace profile run` has stored there, the file that is named; its
+70B shape's is put together by hand from `docs/log.md` until it is, too. The RTX 4090's is a model
+of a machine that nobody here has. Each says what it is.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -32,6 +34,7 @@ LLAMA_70B = dict(
     num_kv_heads=8,
 )  # fmt: skip
 HEAD_DIM = 128
+MEASURED = {"h200-llama-3.1-8b": "llama-3.1-8b"}  # models by the names of measured profiles
 
 REFERENCE = dict(
     cpu="Emerald Rapids Xeon with AMX, virtual", cpu_cores=13, cpu_isa="avx512_bf16",
@@ -45,7 +48,7 @@ REFERENCE_NOTE = (
     "NOT MEASURED AS ONE: put together by hand from docs/log.md of 2026-11-30 (decode steps, "
     "chunks of prompts, kernels of the CPU engine, assists of up to 128 rows beside decodes and "
     "prompts; time stolen from how much decode steps slow down). Assists of 256 rows are a "
-    "prototype's{}."
+    "prototype's."
 )
 RTX_4090_NOTE = (
     "MODELLED, not measured. RTX 4090: 1008 GB/s at 85% and 165 TFLOP/s bf16 at 70% (NVIDIA Ada "
@@ -91,38 +94,11 @@ def profile(
     )  # fmt: skip
 
 
-def reference_8b() -> Profile:
-    token, layers = 131072, 32
-    wide = {128: 0.0, 192: 0.7e-3, 256: 1.4e-3}  # 128 rows cost as much as one
-    chunks = dict(zip(CHUNKS, (7e-3, 7.3e-3, 7.8e-3, 9.7e-3, 14.8e-3, 26e-3, 48e-3), strict=True))
-
-    def attention(rows: int, context: int) -> float:
-        return layers * 10e-6 + context * token / 80e9
-
-    assist = {64: layers * 303e-6, 128: layers * 369e-6, 256: layers * 479e-6}
-    # An iteration whose attention takes 3 ms a layer slows 5.91 ms to 6.09, in the prototype
-    # one of 6 ms 5.19 to 5.36 and 5.41.
-    slowed = {64: (3e-3, 0.18), 128: (6e-3, 0.17), 256: (6e-3, 0.22)}
-    return profile(
-        "llama-3.1-8b", LLAMA_8B, REFERENCE,
-        REFERENCE_NOTE.format(", as are those of 128; half as long again beside prompts"),
-        gpu_kv_tokens=35200, host_kv_tokens=196608, copy_bandwidth=50e9,
-        points=(
-            *grid("gpu_decode", ROWS, lambda b, c: 4.6e-3 + wide.get(b, 0.0) + c * token / 2.9e12),
-            *prefill(chunks, 4 * 4096 * layers, 4e14),
-            *grid(
-                "cpu_iteration", ROWS,
-                lambda m, c: max(15e9 / 100e9, m * 16e9 / 4.5e12) + attention(m, c),
-            ),
-            *grid("cpu_attention", ROWS, attention),
-            *line("assist", assist),
-            *line("assist_beside_prefill", {m: 1.5 * s for m, s in assist.items()}),
-            *line(
-                "assist_stolen",
-                {m: (layers * a + assist[m]) * d / (5.19 + d) for m, (a, d) in slowed.items()},
-            ),
-        ),
-    )  # fmt: skip
+def measured(file: Path, model: str) -> Profile:
+    """What `dualpace profile run` stored, as the package's."""
+    stored = msgspec.json.decode(file.read_bytes(), type=Profile)
+    note = f"Measured by `dualpace profile run` on {stored.date[:10]}, with random weights."
+    return msgspec.structs.replace(stored, model=model, note=note)
 
 
 def reference_70b() -> Profile:
@@ -132,7 +108,7 @@ def reference_70b() -> Profile:
     assist = {64: layers * 873e-6, 128: layers * 1.02e-3, 256: layers * 1.45e-3}
     slowed = {64: (6e-3, 2.2), 128: (6e-3, 2.3), 256: (6e-3, 2.9)}
     return profile(
-        "llama-3.1-70b", LLAMA_70B, REFERENCE, REFERENCE_NOTE.format(""),
+        "llama-3.1-70b", LLAMA_70B, REFERENCE, REFERENCE_NOTE,
         gpu_kv_tokens=12800, host_kv_tokens=300000, copy_bandwidth=50e9,
         points=(
             *grid("gpu_decode", ROWS, lambda b, c: 35.5e-3 + wide.get(b, 0.0) + c * token / 2.8e12),
@@ -181,14 +157,23 @@ def rtx_4090_8b() -> Profile:
 
 
 def main() -> None:
-    FOLDER.mkdir(exist_ok=True)
-    for name, made in (
-        ("h200-llama-3.1-8b", reference_8b()),
-        ("h200-llama-3.1-70b", reference_70b()),
-        ("rtx4090-llama-3.1-8b", rtx_4090_8b()),
-    ):
+    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    made = {
+        **{
+            name: measured(Path(given[name]), model)
+            for name, model in MEASURED.items()
+            if name in given
+        },
+        "h200-llama-3.1-70b": reference_70b(),
+        "rtx4090-llama-3.1-8b": rtx_4090_8b(),
+    }
+    if unknown := given.keys() - MEASURED.keys():
+        raise SystemExit(
+            f"error: {', '.join(unknown)}: only these are measured: {', '.join(MEASURED)}"
+        )
+    for name, profile in made.items():
         path = FOLDER / f"{name}.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=1) + b"\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
         print(path)
 
 
