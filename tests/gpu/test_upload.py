@@ -33,10 +33,10 @@ def test_staged_arrays_arrive_as_filled_and_what_is_not_sent_stays() -> None:
         torch.device("cpu"), ids=(np.int64, 5), pages=(np.int32, 3), table=(np.int32, 40_000)
     )
     staged.fill("ids", np.arange(3), rest=-1)
-    staged.fill("pages", [7, 8, 9])
+    staged.fill("pages", np.arange(7, 10))
     staged.fill("table", np.arange(30_000))
     staged.send("table", 20_000)
-    staged.fill("ids", [4, 4, 4, 4])
+    staged.fill("ids", np.full(4, 4))
     assert staged.device["ids"].tolist() == [0, 1, 2, -1, -1]
     assert staged.device["pages"].tolist() == [7, 8, 9]
     np.testing.assert_array_equal(staged.device["table"][:20_000].numpy(), np.arange(20_000))

@@ -103,8 +103,8 @@ async def _measure(
     """A measurement of each load up to Ctrl-C, and what they were measured on."""
     with console.status("starting the engines"):
         server = await Server.start(options)
-    spare_what_stands()
     try:
+        spare_what_stands()
         frontend, config = server.frontend, server.config
         facts: dict[str, Any] = {
             "offline": True,

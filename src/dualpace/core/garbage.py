@@ -6,7 +6,7 @@ import gc
 
 
 def spare_what_stands() -> None:
-    """Everything that is alive now stays alive: later collections pass over it.
+    """What is alive now is taken to live for good: later collections pass over it.
 
     Libraries and a model leave a million objects behind, and looking at them all takes a tenth of a
     second in which nothing else runs.

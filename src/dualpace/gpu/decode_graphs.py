@@ -18,7 +18,12 @@ from torch import Tensor
 
 from dualpace.gpu.cuda_layers import Flow, TokenInputs
 from dualpace.gpu.draw import draw_arrays
-from dualpace.gpu.flashinfer_attention import BlockTables, DecodeAttention, GraphTables
+from dualpace.gpu.flashinfer_attention import (
+    BlockTables,
+    DecodeAttention,
+    GraphTables,
+    layer_caches,
+)
 from dualpace.gpu.flashinfer_model import FlashInferModel
 from dualpace.gpu.gate import capturing
 from dualpace.gpu.step_input import StepInput
@@ -88,6 +93,7 @@ class DecodeGraphs:
         scratch page. Returns the tables with theirs, as they stand in the inputs."""
         rows, pages = len(step.rows), len(tables.indices)
         end = pages + bucket - rows
+        host = inputs.host
         inputs.fill("tokens", step.tokens, rest=0)
         inputs.fill("sources", step.sources, rest=-1)
         inputs.fill("positions", step.positions, rest=0)
@@ -96,11 +102,10 @@ class DecodeGraphs:
         inputs.fill("pages", tables.pages, rest=self._scratch_page)
         inputs.fill("offsets", tables.offsets, rest=0)
         inputs.fill("indptr", tables.indptr)
-        inputs.host["indptr"][rows:] = np.arange(pages, end + 1)
+        host["indptr"][rows:] = np.arange(pages, end + 1)
         inputs.fill("last_page_len", tables.last_page_len, rest=1)
         inputs.fill("indices", tables.indices)
-        inputs.host["indices"][pages:end] = self._scratch_page
-        host = inputs.host
+        host["indices"][pages:end] = self._scratch_page
         return BlockTables(
             host["indptr"], host["indices"][:end], host["last_page_len"], host["pages"],
             host["offsets"],
@@ -128,15 +133,16 @@ class DecodeGraphs:
         inputs.send("indices", len(tables.indices))
         tokens = TokenInputs(**{name: at[name] for name in TokenInputs.__dataclass_fields__})
         logits = self._logits[:rows]
+        caches = layer_caches(layers.pool)
 
         def body() -> None:
             from dualpace.gpu.triton_kernels import draw
 
             flow = Flow.new(layers.spec, rows, weights.device)
             layers.enter(tokens, self._sampled, flow)
-            for index in range(layers.spec.num_layers):
-                kv = (layers.pool[:, index, 0], layers.pool[:, index, 1])
-                attention.run(flow.query, kv, flow.attended)
+            attend = attention.begin(flow.query, flow.attended)
+            for index, kv in enumerate(caches):
+                attend(kv)
                 hidden = layers.leave(index, tokens, flow)
             torch.mm(hidden, weights.lm_head.t(), out=logits)
             rules = (at["temperatures"], at["seeds"], at["positions"] + 1)

@@ -8,8 +8,9 @@ longer than all the memory of the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +36,10 @@ class _Unit:
     runs: list[Run]  # in which they come
 
 
-class _Seen(NamedTuple):
-    """What one unit makes in every layer, and what that is merged with."""
+class _Merge(NamedTuple):
+    """What one unit's attention makes in each layer, and what that is merged into."""
 
-    run: LayerRuns
+    attend: LayerRuns
     seen: Tensor  # [count, heads, D]
     weight: Tensor  # float32 [count, heads]
     out: Tensor  # like `seen`
@@ -46,7 +47,7 @@ class _Seen(NamedTuple):
 
 
 class FarContext:
-    """Planned once for a step, begun, and run once for each layer, in order."""
+    """`plan` for a step, `begin`, then a call for each layer in order."""
 
     def __init__(
         self, spec: ModelSpec, page_tokens: int, workspace: Tensor, copies: PageCopies
@@ -60,9 +61,8 @@ class FarContext:
         self._planned: dict[tuple[int, int], ContextAttention] = {}  # by queries and pages
         self._tiles: Tensor | None = None
         self._units: list[_Unit] = []
-        self._seen: list[_Seen] = []  # of each unit
         self._started = 0
-        # By slot, of the latest tile there; that it has been used also by the step before.
+        # By slot, of the latest tile there, which may be one of the step before.
         self._loaded = [torch.cuda.Event() for _ in range(SLOTS)]
         self._used = [torch.cuda.Event() for _ in range(SLOTS)]
 
@@ -75,7 +75,6 @@ class FarContext:
             for begin in range(0, len(pages), self._tile_pages)
             for tile in (pages[begin : begin + self._tile_pages],)
         ]
-        self._seen = []
         if not self._units:
             return
         if self._tiles is None:  # few ever need them
@@ -99,32 +98,31 @@ class FarContext:
         for _ in range(SLOTS):
             self._start_next()
 
-    def begin(self, query: Tensor, out: Tensor, lse: Tensor) -> None:
-        """The step's queries, [N, heads, D], and what every layer's far context is merged into: the
-        attention to the pages on the GPU, likewise, and float32 [N, heads]."""
+    def begin(self, query: Tensor, out: Tensor, lse: Tensor) -> Callable[[int], None]:
+        """What merges a layer's far context into `out` [N, heads, D] and `lse`, float32 [N, heads],
+        which hold the attention to the pages on the GPU. query: [N, heads, D]."""
         most = max(unit.count for unit in self._units)
         seen, weight = torch.empty_like(out[:most]), torch.empty_like(lse[:most])
+        merges = []
         for unit in self._units:
             part, count = slice(unit.first, unit.first + unit.count), unit.count
             attention = self._planned[count, unit.pages]
-            run = attention.layers(query[part], seen[:count], weight[:count])
-            self._seen.append(_Seen(run, seen[:count], weight[:count], out[part], lse[part]))
+            attend = attention.begin(query[part], seen[:count], weight[:count])
+            merges.append(_Merge(attend, seen[:count], weight[:count], out[part], lse[part]))
+        return partial(self._merge, merges)
 
-    def run(self, layer: int) -> None:
-        """Merge the layer's far context."""
+    def _merge(self, merges: Sequence[_Merge], layer: int) -> None:
         assert self._tiles is not None
-        merge = flashinfer().merge_state_in_place
+        merge_in_place = flashinfer().merge_state_in_place
         stream = torch.cuda.current_stream()
-        for place, (unit, seen) in enumerate(zip(self._units, self._seen, strict=True)):
+        for place, (unit, merge) in enumerate(zip(self._units, merges, strict=True)):
             slot = (layer * len(self._units) + place) % SLOTS
             tile = self._tiles[slot, : unit.pages]
             stream.wait_event(self._loaded[slot])
-            seen.run((tile[:, 0], tile[:, 1]))
-            merge(seen.out, seen.lse, seen.seen, seen.weight)
+            merge.attend((tile[:, 0], tile[:, 1]))
+            merge_in_place(merge.out, merge.lse, merge.seen, merge.weight)
             self._used[slot].record(stream)
             self._start_next()
-        if layer + 1 == self._spec.num_layers:
-            self._seen = []  # which holds on to what it was begun with
 
     def _start_next(self) -> None:
         """Start loading the next tile, if there is one, once its slot is free."""

@@ -1,7 +1,7 @@
 """Paged attention on FlashInfer for rows whose KV lies in the GPU's pool.
 
 Decodes go through its tensor-core decode kernel, chunks of prompts through its prefill kernel.
-Knows block tables and positions; KV has been written into the pages before `run` is called.
+Knows block tables and positions; KV has been written into a layer's pages before the layer runs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ Int32Array = npt.NDArray[np.int32]
 KvCache = tuple[Tensor, Tensor]  # K and V of one layer: [pages, kv_heads, page_tokens, D]
 
 _DTYPES = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+
+
+def layer_caches(pool: Tensor) -> list[KvCache]:
+    """The caches of all layers of a pool, [pages, layers, 2, kv_heads, page_tokens, D]."""
+    return [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(pool.shape[1])]
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,10 @@ class GraphTables:
 
 
 class DecodeAttention:
-    """One query token a row. With `graph`, inside a CUDA graph for its number of rows."""
+    """One query token a row. With `graph`, inside a CUDA graph for its number of rows.
+
+    As all attentions here: `plan` for a step, `begin`, then a call for each layer.
+    """
 
     def __init__(
         self,
@@ -107,16 +115,10 @@ class DecodeAttention:
     def plan_again(self, tables: BlockTables) -> None:
         """For a graph that was planned once, and whose `GraphTables` are filled already."""
         arguments = self._arguments(tables, torch.from_numpy(tables.indices))
-        flashinfer().fast_decode_plan(
-            self._wrapper, *arguments, **_DTYPES, global_override_indptr_cpu=arguments[0]
-        )
+        flashinfer().fast_decode_plan(self._wrapper, *arguments, **_DTYPES)
 
-    def run(self, query: Tensor, kv: KvCache, out: Tensor) -> None:
-        """query, out: [rows, heads, D]."""
-        self._wrapper.run(query, kv, out=out)
-
-    def layers(self, query: Tensor, out: Tensor) -> LayerRuns:
-        """`run` for one layer after the other, as planned."""
+    def begin(self, query: Tensor, out: Tensor) -> LayerRuns:
+        """As planned, for queries [rows, heads, D]."""
         return LayerRuns(self._wrapper, query, out)
 
     def _arguments(self, tables: BlockTables, indices: Tensor) -> tuple[Any, ...]:
@@ -195,8 +197,8 @@ class PrefillAttention:
             causal=True, **_DTYPES,
         )  # fmt: skip
 
-    def layers(self, query: Tensor, out: Tensor, lse: Tensor | None = None) -> LayerRuns:
-        """Attention for one layer after the other, as planned."""
+    def begin(self, query: Tensor, out: Tensor, lse: Tensor | None = None) -> LayerRuns:
+        """As planned, for queries [tokens, heads, D]."""
         return LayerRuns(self._wrapper, query, out, lse)
 
 
@@ -210,7 +212,7 @@ class ContextAttention:
         self._page_tokens = page_tokens
 
     def plan(self, queries: int, pages: Int32Array) -> None:
-        """pages: their ids in the K and V that `layers` are given."""
+        """pages: their ids in the K and V that each layer is given."""
         self._wrapper.plan(
             torch.from_numpy(np.array([0, queries], dtype=np.int32)),
             torch.from_numpy(np.array([0, len(pages)], dtype=np.int32)),
@@ -220,8 +222,8 @@ class ContextAttention:
             causal=False, **_DTYPES,
         )  # fmt: skip
 
-    def layers(self, query: Tensor, out: Tensor, lse: Tensor) -> LayerRuns:
-        """Attention for one layer after the other, as planned."""
+    def begin(self, query: Tensor, out: Tensor, lse: Tensor) -> LayerRuns:
+        """As planned, for `queries` queries."""
         return LayerRuns(self._wrapper, query, out, lse)
 
 

@@ -5,7 +5,8 @@ Rows that have their KV on the host are attended by the torch twin, in the same 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from dualpace.gpu.flashinfer_attention import (
     DecodeAttention,
     LayerRuns,
     PrefillAttention,
+    layer_caches,
 )
 from dualpace.gpu.kv_pools import KVPools
 from dualpace.gpu.layer_graphs import LayerGraphs
@@ -40,8 +42,8 @@ HEAD_DIMS = (64, 128, 256)  # that FlashInfer's kernels are made for
 
 
 class StepAttention:
-    """Attention of one step at a time, all but that of its gated rows: `plan`, then `run` for each
-    layer in order."""
+    """Attention of one step at a time, all but that of its gated rows: `plan`, `begin`, then a call
+    for each layer in order."""
 
     def __init__(
         self, spec: ModelSpec, pools: KVPools, workspace: Tensor, copies: PageCopies
@@ -49,14 +51,12 @@ class StepAttention:
         """workspace: uint8 on the device, may be shared by steps on one stream."""
         self._spec = spec
         self._pools = pools
-        pool = pools["gpu"]
-        self._kv = [(pool[:, layer, 0], pool[:, layer, 1]) for layer in range(spec.num_layers)]
+        self._caches = layer_caches(pools["gpu"])
         self._decode = DecodeAttention(spec, pools.page_tokens, workspace)
         self._prefill = PrefillAttention(spec, pools.page_tokens, workspace)
         self._far = FarContext(spec, pools.page_tokens, workspace, copies)
         self._host = TorchAttention(pools, spec.group_size, workspace.device)
         self._has_far = False
-        self._runs: list[LayerRuns] = []  # the step's
         # Tokens end to end: decodes, chunks of prompts, those with KV on the host, gated ones.
         self._decodes = self._on_gpu = self._planned = self._tokens = 0
 
@@ -94,19 +94,40 @@ class StepAttention:
         far = [span for span in chunks if span.far]
         self._has_far = bool(far)
         self._far.plan(far, [span.far for span in far])
-        self._runs = []
         if on_host:
             self._host.plan(on_host)
         return arrays
 
-    def run(self, layer: int, flow: Flow) -> None:
-        """flow: the same for all layers of a step."""
-        if layer == 0:
-            self._begin(flow)
-        for run in self._runs:
-            run(self._kv[layer])
-        if self._has_far:
-            self._far.run(layer)
+    def begin(self, flow: Flow) -> Callable[[int], None]:
+        """What attends for a layer of the step and fills `flow.attended`. It alone, not this, holds
+        on to the step's tensors: those of a step that fails are to be free at once."""
+        split, here = self._decodes, self._on_gpu
+        runs: list[LayerRuns] = []
+        merge_far: Callable[[int], None] | None = None
+        if split:
+            runs.append(self._decode.begin(flow.query[:split], flow.attended[:split]))
+        if split < here:
+            lse = None
+            if self._has_far:
+                shape = (self._tokens, self._spec.num_heads)
+                lse = torch.empty(shape, dtype=torch.float32, device=flow.query.device)
+                merge_far = self._far.begin(flow.query, flow.attended, lse)
+                lse = lse[split:here]
+            runs.append(self._prefill.begin(flow.query[split:here], flow.attended[split:here], lse))
+        # No closure: the frames of an error would keep what it has, cleared or not.
+        return partial(self._attend, flow, runs, merge_far)
+
+    def _attend(
+        self,
+        flow: Flow,
+        runs: Sequence[LayerRuns],
+        merge_far: Callable[[int], None] | None,
+        layer: int,
+    ) -> None:
+        for run in runs:
+            run(self._caches[layer])
+        if merge_far is not None:
+            merge_far(layer)
         here, planned = self._on_gpu, self._planned
         if here < planned:
             spec = self._spec
@@ -115,27 +136,6 @@ class StepAttention:
             _, k, v = heads.split(sizes, dim=1)
             attended = self._host.run(layer, flow.query, k, v)
             flow.attended[here:planned] = attended[here:planned]
-        if layer + 1 == self._spec.num_layers:
-            self._runs = []  # they hold on to what `flow` has
-
-    def _begin(self, flow: Flow) -> None:
-        split, here = self._decodes, self._on_gpu
-        self._runs = []
-        if split:
-            self._runs.append(self._decode.layers(flow.query[:split], flow.attended[:split]))
-        if split == here:
-            return
-        lse = None
-        if self._has_far:
-            heads = self._spec.num_heads
-            lse = torch.empty((self._tokens, heads), device=flow.query.device)
-            self._far.begin(flow.query, flow.attended, lse)
-        chunks = slice(split, here)
-        self._runs.append(
-            self._prefill.layers(
-                flow.query[chunks], flow.attended[chunks], None if lse is None else lse[chunks]
-            )
-        )
 
 
 class FlashInferModel:
@@ -154,8 +154,9 @@ class FlashInferModel:
         weights = self.layers.weights
         arrays = self.attention.plan(step)
         passage = enter(self.layers, self.graphs, arrays, previous)
+        attend = self.attention.begin(passage.flow)
         for index in range(self.layers.spec.num_layers):
-            self.attention.run(index, passage.flow)
+            attend(index)
             hidden = passage.leave(index)
         return functional.linear(hidden[arrays["sampled"]], weights.lm_head)
 

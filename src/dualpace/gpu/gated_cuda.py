@@ -8,7 +8,7 @@ runs to its end on whatever lies there.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +85,8 @@ class CudaGatedModel:
         attention = self._attention[place]
         arrays = attention.plan(half)
         passage = enter(self._layers, self._graphs[place], arrays, previous)
-        return _Half(passage, attention, self._turns, slot, half.num_gated, arrays["sampled"])
+        attend = attention.begin(passage.flow)
+        return _Half(passage, attend, self._turns, slot, half.num_gated, arrays["sampled"])
 
     def _watch(self, slots: Sequence[int]) -> str:
         """How the CPU engine's part has ended; from then on the device waits for nobody."""
@@ -115,7 +116,7 @@ class CudaGatedModel:
 @dataclass
 class _Half:
     passage: LayerPassage
-    attention: StepAttention
+    attend: Callable[[int], None]  # of `StepAttention`
     turns: GatedTurns
     slot: int  # of the mailbox; of a half with gated rows
     gated: int  # rows, the last ones
@@ -135,7 +136,7 @@ class _Half:
     def pass_through(self, layer: int) -> None:
         """The attention of `layer` and what follows up to the next one."""
         flow, layout = self.passage.flow, self.turns.mailbox.layout
-        self.attention.run(layer, flow)
+        self.attend(layer)
         if self.gated:
             stream_waits_for(self.turns.address + layout.go(self.slot, layer), 1)
             attended = self.turns.slots[self.slot].attended[: self.gated]

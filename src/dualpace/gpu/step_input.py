@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +20,7 @@ from dualpace.core.plan import PENDING, Batch, BatchRow, Tier
 IntArray = npt.NDArray[np.int64]
 
 
-class Span(NamedTuple):
+class Span(msgspec.Struct, frozen=True):
     """One row's place in the flat token dimension, and the pages of its context.
 
     Tokens `first` … `first + count - 1` of the step are at positions `start` … `end - 1`; the pages
@@ -27,7 +28,7 @@ class Span(NamedTuple):
     """
 
     first: int
-    count: int  # type: ignore[assignment]  # hides the tuple's
+    count: int
     start: int
     pages: list[int]
     tier: Tier
@@ -126,7 +127,8 @@ def end_to_end(first: StepInput, second: StepInput) -> StepInput:
     return StepInput(
         rows=first.rows + second.rows,
         order=first.order + [rows + place for place in second.order],
-        spans=first.spans + [span._replace(first=tokens + span.first) for span in second.spans],
+        spans=first.spans
+        + [msgspec.structs.replace(span, first=tokens + span.first) for span in second.spans],
         tokens=np.concatenate((first.tokens, second.tokens)),
         sources=np.concatenate((first.sources, second.sources)),
         positions=np.concatenate((first.positions, second.positions)),

@@ -47,7 +47,7 @@ def copy_rows_to_device(
     rows: int,
     stream: torch.cuda.Stream,
 ) -> None:
-    """Start copying `rows` rows of `width` bytes.
+    """Start copying `rows` rows of `width` bytes on `stream`.
 
     source, target: addresses in host and device memory; pitches: bytes from row to row. The host's
     memory must be registered with CUDA, or the call may wait. Raises `EngineError` where the driver
@@ -58,7 +58,7 @@ def copy_rows_to_device(
         target_kind=_DEVICE, target_device=target, target_pitch=target_pitch,
         width=width, height=rows,
     )  # fmt: skip
-    queue = ctypes.c_void_p(stream.cuda_stream)
-    error = cuda_driver().cuMemcpy2DAsync_v2(ctypes.byref(job), queue)
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    error = cuda_driver().cuMemcpy2DAsync_v2(ctypes.byref(job), handle)
     if error:
         raise EngineError(f"the driver refused a copy of {rows} rows of {width} bytes: {error}")

@@ -10,7 +10,6 @@ are written by a kernel.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -34,11 +33,11 @@ def upload(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict
 
 def pack(arrays: Mapping[str, npt.NDArray[Any]]) -> Tensor:
     """All arrays behind each other in pageable memory: uint8 [bytes]."""
-    buffer = np.empty(sum(padded(array.nbytes) for array in arrays.values()), dtype=np.uint8)
+    buffer = np.empty(sum(_padded(array.nbytes) for array in arrays.values()), dtype=np.uint8)
     start = 0
     for array in arrays.values():
         buffer[start : start + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
-        start += padded(array.nbytes)
+        start += _padded(array.nbytes)
     return torch.from_numpy(buffer)
 
 
@@ -54,32 +53,25 @@ class StagedArrays:
 
     def __init__(self, device: torch.device, **sizes: tuple[type[np.generic], int]) -> None:
         """sizes: dtype and length of each; zeros at first, on both sides."""
-        ends = list(accumulate(padded(np.dtype(kind).itemsize * n) for kind, n in sizes.values()))
-        starts = dict(zip(sizes, [0, *ends], strict=False))
-        self._staged = np.zeros(ends[-1], dtype=np.uint8)
-        self._target = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-        self._starts = starts
-        self.host: dict[str, npt.NDArray[Any]] = {}
-        self.device: dict[str, Tensor] = {}
-        for name, (kind, count) in sizes.items():
-            end = starts[name] + np.dtype(kind).itemsize * count
-            self.host[name] = self._staged[starts[name] : end].view(kind)
-            dtype = torch.from_numpy(self.host[name][:0]).dtype
-            self.device[name] = self._target[starts[name] : end].view(dtype)
+        arrays = {name: np.zeros(count, dtype) for name, (dtype, count) in sizes.items()}
+        self._staged = pack(arrays)
+        self._target = torch.zeros_like(self._staged, device=device)
+        self.host = {name: part.numpy() for name, part in views(self._staged, arrays).items()}
+        self.device = views(self._target, arrays)
 
-    def fill(self, name: str, values: npt.ArrayLike, rest: int | None = None) -> None:
+    def fill(self, name: str, values: npt.NDArray[Any], rest: int | None = None) -> None:
         """The first of an array, and all behind them where `rest` is given."""
         array = self.host[name]
-        count = len(values)  # type: ignore[arg-type]
-        array[:count] = values
+        array[: len(values)] = values
         if rest is not None:
-            array[count:] = rest
+            array[len(values) :] = rest
 
     def send(self, last: str, count: int) -> None:
         """All arrays up to the first `count` of `last`, in the order of the current stream. The
         host's side may be filled again at once."""
-        end = self._starts[last] + count * self.host[last].itemsize
-        send(torch.from_numpy(self._staged[:end]), self._target[:end])
+        part = self.device[last]
+        end = (part.storage_offset() + count) * part.itemsize
+        send(self._staged[:end], self._target[:end])
 
 
 def fetch(values: Tensor) -> Tensor:
@@ -100,10 +92,10 @@ def views(packed: Tensor, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, T
     for name, array in arrays.items():
         dtype = torch.from_numpy(array[:0]).dtype
         parts[name] = packed[start : start + array.nbytes].view(dtype).view(array.shape)
-        start += padded(array.nbytes)
+        start += _padded(array.nbytes)
     return parts
 
 
-def padded(size: int) -> int:
+def _padded(size: int) -> int:
     """Bytes that `size` bytes take up in a packed buffer."""
     return -(-size // ALIGNMENT) * ALIGNMENT
