@@ -26,7 +26,7 @@ import msgspec
 
 from dualpace.assist.mailbox import create_mailbox
 from dualpace.core.config import EngineConfig, EngineOptions
-from dualpace.core.garbage import spare_what_stands
+from dualpace.core.garbage import freeze_heap
 from dualpace.core.messages import CPU, FRONTEND, GPU, EngineName, EngineReady, PeerDrained
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.plan import Executor
@@ -256,7 +256,7 @@ def run_engine(job_text: str) -> None:
             launch.name, time.monotonic() - started, ready.kv_tokens,
         )  # fmt: skip
         sys.setswitchinterval(SWITCH_INTERVAL)
-        spare_what_stands()
+        freeze_heap()
         depth = config.steps_in_flight if launch.name == GPU else 1
         beat = Heartbeat(launch.heartbeat)
         EngineLoop(scheduler, executor, port, time.monotonic, depth, beat, timeline).run()

@@ -18,7 +18,7 @@ from dualpace.cli.logs import level_of, set_up_logging
 from dualpace.cli.options import EngineFlags, LogLevel, Model, takes_options
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import ConfigError
-from dualpace.core.garbage import spare_what_stands
+from dualpace.core.garbage import freeze_heap
 from dualpace.models.registry import resolve
 from dualpace.models.spec import default_sampling
 from dualpace.server.api import create_app
@@ -82,7 +82,7 @@ async def _serve(options: EngineOptions, host: str, port: int) -> None:
             api.should_exit = True
             await serving
             raise
-        spare_what_stands()
+        freeze_heap()
         service.open(server.frontend)
         logger.info("serving %s on http://%s:%d", options.model, address, bound)
         ends: set[asyncio.Future[Any]] = {serving, server.supervisor.failed}

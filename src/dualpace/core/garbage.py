@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 
-def spare_what_stands() -> None:
+def freeze_heap() -> None:
     """What is alive now is taken to live for good: later collections pass over it.
 
     Libraries and a model leave a million objects behind, and looking at them all takes a tenth of a

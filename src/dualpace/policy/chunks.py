@@ -22,13 +22,13 @@ def paced_budget(
     budget: int,
     costs: CostModel,
     target: float | None,
-    kept: float = 1.0,
+    scale: float = 1.0,
 ) -> int:
     """The most of `budget` with which a step of the `decoding` rows stays under `target` seconds,
     by default those of a step with all of it that has the GPU to itself.
 
-    kept: the part of the GPU's time that is left to the step. In whole pages and never less than
-    one; taken as one chunk of the prompt that is first in line.
+    scale: of that limit, less than 1 where assists take a part of the GPU's time. In whole pages
+    and never less than one; taken as one chunk of the prompt that is first in line.
     """
     if not costs.covers("gpu_decode", "gpu_prefill"):
         return budget
@@ -39,7 +39,7 @@ def paced_budget(
         return steps.beside([(tokens, start)]).seconds
 
     full = seconds(budget)
-    limit = (full if target is None else target) * kept
+    limit = (full if target is None else target) * scale
     if full <= limit:
         return budget
     low, high = 1, max(1, budget // view.page_tokens)

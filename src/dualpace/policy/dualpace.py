@@ -123,12 +123,12 @@ class DualPacePolicy:
         budget = prefill_budget(view, len(decoding))
         if self.host is None or not decoding or not (view.prefilling or view.waiting):
             return budget
-        kept = 1.0 - self.host.stolen_share(view.host_rows, view.host_context, view.prefill_share)
+        left = 1.0 - self.host.stolen_share(view.host_rows, view.host_context, view.prefill_share)
         if self.gpu_itl_target is None:
-            kept *= TOLERATED
-            if kept >= 1.0:
+            left *= TOLERATED
+            if left >= 1.0:
                 return budget
-        return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target, kept)
+        return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target, left)
 
     def _load(
         self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]
