@@ -250,8 +250,10 @@ def test_out_of_memory_frees_the_step_and_the_next_one_runs(
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     ballast = make_ballast()
+    held = torch.cuda.memory_allocated()
     with pytest.raises(StepTooLargeError):
         executor.launch(long).result()
+    assert torch.cuda.memory_allocated() == held
     del ballast
     assert executor.launch(long).result() == expected
     executor.close()
