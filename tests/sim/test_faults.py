@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -175,6 +176,38 @@ def test_without_a_host_those_that_only_it_could_hold_fail_and_hold_up_nobody() 
         assert failed is not None
         assert "the GPU has 64" in failed
     world.gpu_scheduler.pool.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("owed", ["Grant", "Release"])
+def test_a_cpu_engine_that_falls_silent_stops_no_row_of_the_gpu_for_long(owed: str) -> None:
+    """Neither one that is to make room and gets no host pages, nor one for which room is kept and
+    that does not come."""
+
+    def fate(sender: str, to: str, body: AnyMessage) -> Sequence[float]:
+        return () if sender == CPU and world.clock.now > 0.47 else (0.0,)
+
+    steps = {"gpu_step": lambda batch: 0.02, "cpu_step": lambda batch: 0.05}
+    delays = {"copy": lambda job: 0.01, "delay": lambda sender, to: 0.001}
+    pages = {"Grant": 16, "Release": 20}[owed]
+    rng = random.Random(0)
+    world = World(
+        hardware(rng, fate, gpu_pages=pages, **steps, **delays), DualPacePolicy(64), max_rows=8
+    )
+    # Two that share the GPU until one is in the way, or the first of three makes room for the last.
+    sizes = {"Grant": [(10, 50), (10, 50)], "Release": [(12, 20), (10, 45), (36, 100)]}[owed]
+    states = [
+        RequestState(f"r{i}", i, 0, [i] * length, [], DecodeParams(max_tokens=count))
+        for i, (length, count) in enumerate(sizes)
+    ]
+    for state in states:
+        world.submit(0.1 + 0.05 * state.arrival, state)
+    world.tick(60)
+    world.run(until=60)
+    assert world.gpu_scheduler.moves["unanswered"] == len(states) - 1
+    for state in states[:2]:
+        times = sorted(time for _, time, _ in world.streams[state.id].tokens.values())
+        assert world.streams[state.id].received == expected(state)
+        assert max(after - before for before, after in pairwise(times)) < 5.0
 
 
 @pytest.mark.parametrize("kind", ["load", "store", "land"])

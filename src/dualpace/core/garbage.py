@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 
@@ -13,3 +14,5 @@ def freeze_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    # What is frozen then is not freed when Python ends, and extension modules call it leaked.
+    atexit.register(gc.unfreeze)

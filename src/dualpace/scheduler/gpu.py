@@ -182,7 +182,9 @@ class GpuScheduler(SchedulerBase):
             decoding=tuple(row.view() for row in by_phase[Phase.DECODE]),
             prefilling=tuple(row.view() for row in prefilling),
             waiting=tuple(self._placeable()),
-            host=tuple(row.view() for row in remote[:VIEWED_HOST_ROWS]),
+            host=tuple(
+                row.view() for row in remote[:VIEWED_HOST_ROWS] if not self.mover.host_silent
+            ),
             moving=len(by_phase[Phase.RECALLING]) + len(by_phase[Phase.LOADING]),
             demoting_pages=sum(
                 len(row.pages)

@@ -55,6 +55,7 @@ class Mover:
         self.host_up = False
         self.host_gone = False  # and none is to be counted on
         self.host_denied = False
+        self.host_silent = False  # it owes an answer, and has not been heard of since
         self.host_pages_total = 0
         self.host_pages_free = 0
         # Ended here, at that epoch, but a step or copy still touches host pages.
@@ -70,7 +71,7 @@ class Mover:
     @property
     def host_open(self) -> bool:
         """True while it makes sense to ask for host pages."""
-        return self.host_up and not self.host_denied
+        return self.host_up and not self.host_denied and not self.host_silent
 
     def handle(self, body: AnyMessage) -> None:
         match body:
@@ -200,13 +201,13 @@ class Mover:
         row.table = self.gpu.pool.take(count)
         if row.table is not None:
             row.phase = Phase.RECALLING
-            self.recall(row)
+            room = len(row.table) * self.gpu.page_tokens
+            self.gpu.send(CPU, Recall(row.id, row.state.epoch, room))
 
-    def recall(self, row: Row) -> None:
-        """Ask for a row for which GPU pages are reserved."""
-        assert row.table is not None
-        room = len(row.table) * self.gpu.page_tokens
-        self.gpu.send(CPU, Recall(row.id, row.state.epoch, room))
+    def leave_there(self, row: Row) -> None:
+        """A row that was asked back stays the CPU engine's; what was reserved for it is free."""
+        self.gpu.drop_table(row)
+        row.phase = Phase.REMOTE
 
     def _released(self, release: Release) -> None:
         state = release.state
@@ -215,7 +216,7 @@ class Mover:
             self._not_needed(release)
             return
         self._came_back(row, state)
-        if row.phase is Phase.REMOTE:  # the question was answered twice, and its pages are gone
+        if row.phase is Phase.REMOTE:  # it was answered twice or too late: the seat is gone
             self.gpu.send(CPU, Loaded(state.id, state.epoch))
             self.gpu.moves["returned"] += 1
             self.gpu.enqueue(row)
@@ -240,8 +241,7 @@ class Mover:
             self.gpu.end(row)
             return
         if row.table is not None and keep.tokens > len(row.table) * self.gpu.page_tokens:
-            self.gpu.drop_table(row)
-            row.phase = Phase.REMOTE
+            self.leave_there(row)
         row.host_length = max(row.host_length, keep.tokens)
 
     # -- copies ----------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ class Mover:
             self.gpu.drop(report)
             return
         self._report = report.number
-        self.host_denied = False
+        self.host_denied = self.host_silent = False
         self.host_pages_free = report.pages_free
         for request_id, length in report.lengths.items():
             row = self.gpu.rows.get(request_id)
@@ -361,7 +361,7 @@ class Mover:
 
     def _peer_up(self, up: PeerUp) -> None:
         self.host_up = True
-        self.host_gone = self.host_denied = False
+        self.host_gone = self.host_denied = self.host_silent = False
         self._report = 0
         self.host_pages_total = up.pages
         self.host_pages_free = 0  # until it reports what it makes of the pages that are usable

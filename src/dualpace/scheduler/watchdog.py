@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 ANSWER_PATIENCE = 10.0  # seconds for an answer that is given at once
+SEAT_PATIENCE = 1.0  # the same, where GPU rows may have to sit out for the pages that wait for it
 STALL_PATIENCE = 25.0  # seconds in which a row must have a part in a step or copy
 QUESTIONS = 4  # to ask in one look whether a row is still the CPU engine's
-ASKED = (Phase.RESERVING, Phase.DEMOTING, Phase.RECALLING)
+MOVING = (Phase.DEMOTING, Phase.RECALLING)
 LOCAL = (Phase.PREFILL, Phase.DECODE, Phase.LANDING, Phase.DEMOTING, Phase.STORING, Phase.LOADING)
 
 
@@ -34,6 +35,7 @@ class Watchdog:
         self.gpu = scheduler
         self._due = 0.0
         self._answers = Patience(ANSWER_PATIENCE)
+        self._seats = Patience(SEAT_PATIENCE)
         self._remote = Patience(ANSWER_PATIENCE)
         self._usable = Patience(ANSWER_PATIENCE)
         self._idle = Patience(STALL_PATIENCE)
@@ -44,7 +46,9 @@ class Watchdog:
             return
         self._due = now + LOOK_INTERVAL
         gpu = self.gpu
-        for request_id in self._answers.overdue(now, self._states(*ASKED)):
+        late = self._answers.overdue(now, self._states(Phase.RESERVING))
+        late += self._seats.overdue(now, self._states(*MOVING))
+        for request_id in late:
             self._unanswered(gpu.rows[request_id])
         for request_id in self._remote.overdue(now, self._states(Phase.REMOTE), most=QUESTIONS):
             # Too little room for any row: the answer tells only whether it is there.
@@ -92,14 +96,16 @@ class Watchdog:
         }
 
     def _unanswered(self, row: Row) -> None:
-        """Withdraw a question for pages, or repeat one for a row, which does no harm."""
+        """Withdraw a question for pages, or let go of the seat for a row, which stays there; should
+        it come after all, it is computed anew. Nothing more is asked until the CPU engine is heard
+        of: GPU rows go on without it."""
         logger.warning("request %s has no answer while %s", row.id, row.phase.value)
         mover = self.gpu.mover
         self.gpu.moves["unanswered"] += 1
+        mover.host_silent = True
         if row.phase is Phase.RECALLING:
-            mover.recall(row)
+            mover.leave_there(row)
             return
-        mover.host_denied = True  # until it is heard of
         self.gpu.send(CPU, Cancel(row.id, row.state.epoch))
         if row.phase is Phase.DEMOTING:
             row.stay()
