@@ -35,6 +35,7 @@ ELEMENT_BYTES: dict[DType, int] = {"bfloat16": 2, "float32": 4}
 # Long steps hold decodes up: 26 ms for 1,024 tokens of an 8B model on an H200, a quarter of a
 # second for 256 of a small one on the stand-in, which beyond that outgrow its cache.
 BATCHED_TOKENS: dict[Device, int] = {"cuda": 1024, "cpu": 256}
+ENGINES_BYTES = 512 * 2**20  # that both engines' processes take beside weights and KV, at least
 STANDIN_SEQUENCES = 8  # full-length sequences in the stand-in's pool where there is no host pool
 
 
@@ -73,7 +74,7 @@ def resolve(options: EngineOptions, *, to_measure: bool = False) -> tuple[Engine
             if options.host_kv_size == "auto"
             else parse_size(options.host_kv_size, "host-kv-size")
         )
-        reserved = ((device == "cpu") + host_weights) * weight_bytes + standin_kv
+        reserved = ((device == "cpu") + host_weights) * weight_bytes + standin_kv + ENGINES_BYTES
         most = pages_per_sequence * options.max_num_seqs
         pages = host_pages("host-kv-size", asked, page_bytes, reserved, most)
     cores = choose_cores(options.cpu_cores)

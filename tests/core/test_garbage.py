@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import os
-from dualpace.core.garbage import spare_what_stands
+from dualpace.core.garbage import freeze_heap
 
 class Native:
     def __init__(self):
@@ -15,12 +15,12 @@ class Native:
         write(1, b"freed")
 
 stands = Native()
-spare_what_stands()
+freeze_heap()
 os.write(1, b"served ")
 """
 
 
-def test_what_is_spared_is_still_freed_when_the_process_ends() -> None:
+def test_what_is_frozen_is_still_freed_when_the_process_ends() -> None:
     """Else extension modules complain of leaks at the end of every server."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.stdout == "served freed"

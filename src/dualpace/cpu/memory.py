@@ -38,8 +38,9 @@ def host_pages(
 ) -> int:
     """Pages of the host KV arena.
 
-    asked: bytes from the user, None for auto; reserved: bytes that weights, and KV of the stand-in
-    for a GPU, will take on the host; most_pages: pages beyond which no request could use more.
+    asked: bytes from the user, None for auto; reserved: bytes that the engines, weights, and KV of
+    the stand-in for a GPU will take on the host; most_pages: pages beyond which no request could
+    use more.
     Raises `ConfigError` with the numbers if what was asked for does not fit, or is not one page;
     auto shrinks instead.
     """
@@ -49,7 +50,7 @@ def host_pages(
     if asked > left:
         raise ConfigError(
             f"--{flag} {format_size(asked)} of host memory does not fit: {format_size(left)} is "
-            f"left beside {format_size(reserved)} of weights and other KV"
+            f"left beside {format_size(reserved)} of engines, weights and other KV"
         )
     if 0 < asked < page_bytes:
         raise ConfigError(
