@@ -38,6 +38,7 @@ from dualpace.core.sampling import DecodeParams
 from dualpace.gpu.link import Direction, link_bandwidth
 from dualpace.kv.pages import pages_for
 from dualpace.measuring import gpu_over_arena
+from dualpace.profile.probes import TOKEN_IDS
 from dualpace.resolution import resolve
 from gpu_idle import DEPTH, WARM_UP, decode_steps, run
 
@@ -125,12 +126,13 @@ def prompt_steps(
     name: str, tokens: int, chunk: int, tier: Tier, page_tokens: int
 ) -> Iterator[Batch]:
     """A prompt's chunks, one a step, into pages 0, 1, … of `tier`; the last one samples."""
+    rng = random.Random(0)
     pages = list(range(pages_for(tokens + 1, page_tokens)))
     for step, start in enumerate(range(0, tokens, chunk), 1):
         end = min(start + chunk, tokens)
         row = BatchRow(
             request_id=name,
-            tokens=[7] * (end - start),
+            tokens=rng.choices(TOKEN_IDS, k=end - start),
             start=start,
             pages=pages,
             tier=tier,

@@ -77,6 +77,8 @@ def test_batches_keep_to_the_room_and_share_no_page(operation: Operation, pages:
         for row in batch.rows:
             assert row.end <= room.max_model_len
             assert len(row.pages) == pages_for(row.end, room.page_tokens)
+        tokens = [token for row in batch.rows for token in row.tokens]
+        assert len(tokens) < 16 or len(set(tokens)) > 4  # no matrix with rows that are all alike
         if operation == "gpu_prefill":
             assert [(len(row.tokens), row.start) for row in batch.rows] == [(size, context)]
             assert size <= room.max_tokens

@@ -25,6 +25,9 @@ POINT_SHARE = 0.05  # of the time there is; a point that takes longer is repeate
 SMALLEST_CHUNK = 16
 SMALLEST_CONTEXT = 16
 COMPUTE_BOUND = 128  # tokens of a chunk, about, from which on more of them take longer
+# Ids of the tokens that steps are made of, which any vocabulary has. Were they all alike, so would
+# be the rows of every matrix, and a GPU at its power limit would be faster than with a text's.
+TOKEN_IDS = range(64)
 # How many positions of context cost about as much as one more token; orders points, no more.
 CONTEXT_PER_TOKEN = 256
 
@@ -166,6 +169,7 @@ def make_batch(operation: Step | Whole, size: int, context: int, room: Room) -> 
         if share < 1:
             return None
         chunks = [(1, share + (row < rest) - 1) for row in range(size)]
+    rng = random.Random(0)
     rows: list[BatchRow] = []
     taken = 0
     for count, start in chunks:
@@ -175,7 +179,7 @@ def make_batch(operation: Step | Whole, size: int, context: int, room: Room) -> 
         rows.append(
             BatchRow(
                 request_id=f"probe-{len(rows)}",
-                tokens=[0] * count,
+                tokens=rng.choices(TOKEN_IDS, k=count),
                 start=start,
                 pages=list(range(taken, taken + pages)),
                 tier=room.tier,
