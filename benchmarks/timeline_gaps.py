@@ -4,7 +4,8 @@
 
 Prints, by what kind of step comes next, how long the device was idle before it, how long it took to
 launch and to compute, and of the loop and the copies how many there were and how long they took.
-Steps of one token a row count as decodes. `--after` and `--before` are seconds from the first span.
+Steps of one token a row count as decodes, others by how many tokens they have. `--after` and
+`--before` are seconds from the first span.
 """
 
 from __future__ import annotations
@@ -33,18 +34,23 @@ def by_lane(spans: Spans, after: float, before: float) -> dict[str, Spans]:
     return lanes
 
 
-def steps_by_kind(lanes: dict[str, Spans]) -> dict[str, dict[str, list[float]]]:
+def kind_of(rows: int, tokens: int) -> int:
+    """0 for decodes, else the power of two that a step's tokens go up to."""
+    return 0 if rows == tokens else 2 ** (tokens - 1).bit_length()
+
+
+def steps_by_kind(lanes: dict[str, Spans]) -> dict[int, dict[str, list[float]]]:
     """For each kind of step, milliseconds of its gap, launch, wait for the device and turn there.
 
     gap: from the end of the step before to when the device turns to this one, which is when its
     launch begins, if that is later; lead: from the begin of the launch to then.
     """
     kinds = {
-        step["name"]: "decodes" if step["args"]["rows"] == step["args"]["tokens"] else "prompts"
+        step["name"]: kind_of(step["args"]["rows"], step["args"]["tokens"])
         for step in lanes["steps"]
     }
     launches = {span["name"]: span for span in lanes["launch"]}
-    times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    times: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     end = None
     for span in lanes["device"]:
         launch, kind = launches.get(span["name"]), kinds.get(span["name"])
@@ -80,8 +86,9 @@ def main() -> None:
         raise SystemExit(f"error: {given.file} has no spans")
     lanes = by_lane(spans, given.after, given.before)
     console = Console(width=100)
-    for kind, times in steps_by_kind(lanes).items():
-        show(f"{kind}, milliseconds", times, console)
+    for kind, times in sorted(steps_by_kind(lanes).items()):
+        name = f"prompts, up to {kind} tokens" if kind else "decodes"
+        show(f"{name}, milliseconds", times, console)
     rest: dict[str, list[float]] = defaultdict(list)
     for lane in ("loop", "copies", "launch", "steps"):
         for span in lanes[lane]:
