@@ -81,10 +81,18 @@ def main() -> None:
     parser.add_argument("--after", type=float, default=0.0)
     parser.add_argument("--before", type=float, default=float("inf"))
     given = parser.parse_args()
+    if not given.file.is_file():
+        raise SystemExit(
+            f"error: {given.file} is no file: an engine's is FOLDER/gpu.json or cpu.json"
+        )
     spans = json.loads(given.file.read_text())["traceEvents"]
     if not spans:
         raise SystemExit(f"error: {given.file} has no spans")
     lanes = by_lane(spans, given.after, given.before)
+    if not lanes:
+        raise SystemExit("error: there are no spans between --after and --before")
+    if "device" not in lanes:
+        print("without a CUDA device nobody has noted when it was busy: no gaps")
     console = Console(width=100)
     for kind, times in sorted(steps_by_kind(lanes).items()):
         name = f"prompts, up to {kind} tokens" if kind else "decodes"

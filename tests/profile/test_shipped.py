@@ -62,7 +62,7 @@ def test_under_load_prompts_take_up_to_a_sixth_longer_than_the_reference_machine
 
 def test_a_what_if_changes_what_it_names_and_says_so() -> None:
     profile = open_profile("rtx4090-llama-3.1-8b")
-    other = what_if(profile, "host_bandwidth=2x, gpu_kv=48GiB,host_kv=3x,copy_bandwidth=0.5")
+    other = what_if(profile, "host_bandwidth=2x, gpu_kv=48GiB,host_kv=3x,copy_bandwidth=0.5x")
     before, after = TableCostModel(profile.points), TableCostModel(other.points)
     for rows, context in ((1, 1000), (64, 60_000), (256, 300_000)):
         assert after.cpu_iteration(rows, context).seconds == pytest.approx(
@@ -76,7 +76,17 @@ def test_a_what_if_changes_what_it_names_and_says_so() -> None:
     assert what_if(profile, "") == profile
 
 
-@pytest.mark.parametrize("text", ["luck=2x", "host_bandwidth=fast", "gpu_flops=0", "gpu_kv=much"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "luck=2x",
+        "host_bandwidth=fast",
+        "gpu_bandwidth=1008",
+        "gpu_flops=0x",
+        "gpu_kv=much",
+        "gpu_kv=8",
+    ],
+)
 def test_a_what_if_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="what-if"):
         what_if(open_profile("rtx4090-llama-3.1-8b"), text)

@@ -62,6 +62,7 @@ async def _refused(http, response, status, param):
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options"),
+        ({"stream": True, "stream_options": {"bogus": 1}}, "stream_options"),
         ({"model": 5}, "model"),
         ({"logprobs": "3"}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),

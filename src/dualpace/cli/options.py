@@ -110,8 +110,8 @@ class EngineFlags:
     profile: Annotated[
         str,
         typer.Option(
-            help="A profile's .json file; auto for the stored one of this machine and model, if "
-            "there is one; none for rules that need none."
+            help="A profile's .json file; auto for the stored one of this machine and model, on a "
+            "GPU measured first if there is none; none for rules that need none."
         ),
     ] = DEFAULTS["profile"]
     cpu_itl_target: Annotated[

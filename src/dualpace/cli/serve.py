@@ -89,7 +89,7 @@ async def _serve(options: EngineOptions, host: str, port: int) -> None:
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            logger.info("stopping")
+            logger.info("stopping: running requests have %d s, one more signal ends them", GRACE)
         finally:
             api.should_exit = True
             ends = {serving, asyncio.ensure_future(hurry.wait())}

@@ -66,7 +66,7 @@ def plan_points(operation: Step | Whole, room: Room) -> list[tuple[int, int]]:
         sizes = _doubling(1, room.max_rows)
         most = min(room.pages * room.page_tokens, room.max_rows * room.max_model_len)
         # Near the most, for what a full pool takes; many rows leave it more of their pages unused.
-        contexts = sorted({*_quadrupling(SMALLEST_CONTEXT, most), most * 3 // 4, most * 15 // 16})
+        contexts = sorted({*_quadrupling(SMALLEST_CONTEXT, most), most * 3 // 4, most * 31 // 32})
     ranked = []
     for size, rank in zip(sizes, _halvings(len(sizes)), strict=True):
         fitting = [c for c in contexts if make_batch(operation, size, c, room) is not None]

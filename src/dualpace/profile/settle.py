@@ -56,7 +56,7 @@ def settle(
     if profile is not None:
         logger.info("profile of %s: %s", profile.date, file)
     if target is None:
-        logger.info("CPU ITL target: none, as the host is all there is")
+        logger.info("CPU ITL target: none, as both engines run on the host")
     else:
         logger.info("CPU ITL target %.2f s (%s)", target, source)
     if config.device != "cuda":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dualpace.core.config import parse_size
+from dualpace.core.config import format_size, parse_size
 from dualpace.core.errors import ConfigError
 from dualpace.policy.cost_model import LINES, Operation
 from dualpace.profile.table import Profile
@@ -54,9 +54,9 @@ def what_if(profile: Profile, text: str) -> Profile:
 
 
 def _factor(name: str, value: str) -> float:
-    """ "2x" or "2": how many times as fast."""
+    """ "2x": how many times as fast. A number alone might be meant as gigabytes a second."""
     try:
-        factor = float(value.removesuffix("x"))
+        factor = float(value.removesuffix("x")) if value.endswith("x") else 0.0
     except ValueError:
         factor = 0.0
     if not 1.0 / MAX_FACTOR <= factor <= MAX_FACTOR:
@@ -71,5 +71,10 @@ def _room(profile: Profile, field: str, name: str, value: str) -> int:
     if value.endswith("x"):
         tokens: int = getattr(profile, field)
         return int(tokens * _factor(name, value))
-    page = profile.fingerprint.page_bytes
-    return parse_size(value, f"what-if {name}") // page * profile.fingerprint.page_tokens
+    page, size = profile.fingerprint.page_bytes, parse_size(value, f"what-if {name}")
+    if 0 < size < page:
+        raise ConfigError(
+            f"--what-if {name}={value} is less than a page ({format_size(page)}): write it like "
+            "48GiB"
+        )
+    return size // page * profile.fingerprint.page_tokens

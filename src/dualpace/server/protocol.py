@@ -85,7 +85,7 @@ IdList = Annotated[list[int], Field(fail_fast=True)]
 class StreamOptions(BaseModel):
     """`continuous_usage_stats` (vLLM): every chunk carries the usage so far."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
