@@ -52,8 +52,8 @@ def test_the_reference_machine_predicts_decodes_that_a_server_made(
 def test_under_load_prompts_take_up_to_a_sixth_longer_than_the_reference_machine_predicts(
     rows: int, context: int, chunk: tuple[int, int], milliseconds: float
 ) -> None:
-    """It was measured with prompts of one repeated token, which probably do not take the card to its
-    power limit as a text does."""
+    """It was measured with prompts of one repeated token, which probably do not take the card to
+    its power limit as a text does."""
     costs = TableCostModel(open_profile("h200-llama-3.1-8b").points)
     predicted = gpu_step(costs, rows, context, [chunk])
     assert 1.0 < milliseconds / 1e3 / predicted.seconds < 7 / 6
