@@ -142,7 +142,8 @@ def measure(
     machine = Machine(profile)
     policy = policy_of(machine, name)
     assert policy is not None
-    summary = summarize(machine.replay(arriving(lengths, rate), policy, max_tokens)[0])
+    records, _ = machine.replay(arriving(lengths, rate), policy, max_tokens, whole_prompts=True)
+    summary = summarize(records)
     assert not summary.failed, summary.failures
     timing = "all at once" if math.isinf(rate) else f"Poisson at {rate:g}/s"
     modelled = profile.note.startswith("MODELLED")  # no such machine was ever measured

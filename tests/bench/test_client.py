@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -80,6 +81,21 @@ def test_every_token_is_recorded_with_its_time_and_engine(server_url: str) -> No
         assert record.finish_reason == "length"
         assert not record.estimated
     assert set(tokens_by_engine(records)) == {"gpu", "cpu"}
+
+
+def test_what_was_prepared_is_kept_from_the_garbage_collector_while_it_goes_on(
+    server_url: str,
+) -> None:
+    prompts = draw_prompts(LOAD, 1000, seed=0)
+    looked_at: list[bool] = []
+
+    def progress(_: Progress) -> None:
+        looked_at.append(any(each is prompts[0] for each in gc.get_objects()))
+
+    asyncio.run(replay(server_url, "fake", LOAD, prompts, on_progress=progress))
+    assert looked_at
+    assert not any(looked_at)
+    assert any(each is prompts[0] for each in gc.get_objects())
 
 
 def test_totals_hold_on_a_server_that_tells_usage_only_at_the_end(server_url: str) -> None:

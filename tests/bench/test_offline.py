@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import csv
+import gc
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from typer.testing import CliRunner
 
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.metrics import summarize, tokens_by_engine
+from dualpace.bench.record import Chunk
+from dualpace.bench.replay import Progress
 from dualpace.cli import replays
 from dualpace.cli.bench import bench_app
 from dualpace.cli.bench_offline import replay_in_process
@@ -177,3 +180,24 @@ def test_the_client_keeps_apart_what_was_answered_what_failed_and_what_was_cut()
             assert submit.state.params.stop_ids == ()
 
     asyncio.run(run())
+
+
+def test_what_was_prepared_is_kept_from_the_garbage_collector_while_it_goes_on() -> None:
+    """It takes a second to look at thousands of prompts, in which nothing else runs."""
+    looked_at: list[bool] = []
+
+    async def run() -> None:
+        engine = Engine()
+        prompts = [[7, 8, 9, 10]]
+
+        def progress(_: Progress) -> None:
+            looked_at.append(any(each is prompts[0] for each in gc.get_objects()))
+
+        load = [LoadRequest(4, 6)]
+        await replay_in_process(engine.frontend, load, prompts, seconds=0.1, on_progress=progress)
+        assert any(each is prompts[0] for each in gc.get_objects())
+
+    asyncio.run(run())
+    assert looked_at
+    assert not any(looked_at)
+    assert not gc.is_tracked(Chunk(0.0, 1, "cpu"))

@@ -107,6 +107,27 @@ def test_the_parts_predict_whole_iterations_by_either_route(operation: Whole) ->
     assert found.p90 < 0.01
 
 
+@pytest.mark.parametrize("every", [3, 5, 8])
+def test_an_iteration_that_is_held_up_once_in_a_while_leaves_no_mark(every: int) -> None:
+    class HeldUp(CpuEngine):
+        launched = 0
+
+        def launch(self, batch: Batch) -> Future[StepResult]:
+            self.launched += 1
+            if self.launched % every == 0:
+                self.now += 0.05
+            return super().launch(batch)
+
+    costs, disturbed = (
+        TableCostModel(probe_assists(GpuEngine(0), cpu, NO_SEATS, HOST, gpu_part, 1e9, cpu.clock))
+        for cpu in (CpuEngine(), HeldUp())
+    )
+    for rows in (2, 8, 32, 64):
+        for slots in (1, 2):
+            expected = costs.assist(rows, 0.0, slots).seconds
+            assert disturbed.assist(rows, 0.0, slots).seconds == pytest.approx(expected)
+
+
 def test_attention_takes_as_long_as_it_does_beside_the_steps_of_the_gpu() -> None:
     class BusyGpu(CpuEngine):
         running = 0

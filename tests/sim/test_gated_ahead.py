@@ -97,6 +97,7 @@ def serve(
     *,
     depth: int = 2,
     attended: bool = False,
+    whole_prompts: bool = False,
     max_tokens: int = 400,
     submitted: Callable[[RequestState], float] = lambda state: 0.0,
     launch: float = 0.0,
@@ -134,7 +135,7 @@ def serve(
     run = Run(
         world(
             hardware, policy(COSTS, layers=1, launch=launch), max_rows=32, max_tokens=max_tokens,
-            gpu_depth=depth, attended=attended,
+            gpu_depth=depth, attended=attended, whole_prompts=whole_prompts,
         )
     )  # fmt: skip
     for state in states:
@@ -160,6 +161,21 @@ def test_a_step_without_gated_rows_is_launched_while_another_one_runs(depth: int
     assert chunks[:3] == [0, 20, 40]
     sampled = [row for step in run.steps for row in step.batch.rows if row.sample]
     assert len(sampled) == sum(len(output) for output in run.outputs())
+
+
+@pytest.mark.parametrize("whole_prompts", [False, True])
+def test_a_long_prompt_comes_in_chunks_as_the_server_takes_it_or_whole_as_neo_does(
+    whole_prompts: bool,
+) -> None:
+    states = [request(0, 50, 3), request(1, 7, 3)]
+    run = serve(states, 60, max_tokens=20, whole_prompts=whole_prompts)
+    counts = [
+        len(row.tokens)
+        for step in run.steps
+        for row in step.batch.rows
+        if row.request_id == "r0" and row.start < 50
+    ]
+    assert counts == ([50] if whole_prompts else [20, 20, 10])
 
 
 def test_what_is_launched_behind_a_stop_token_is_dropped() -> None:

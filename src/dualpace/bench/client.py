@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import msgspec
 
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.record import Chunk, RequestRecord
 from dualpace.bench.replay import Progress, Tally
 from dualpace.bench.replay import replay as replay_load
 from dualpace.core.errors import DualPaceError
+from dualpace.core.garbage import frozen_heap
 
 CONNECT_TIMEOUT_S = 60.0
 # Connections per pool: the pool's bookkeeping is linear in its connections for each request.
@@ -119,6 +121,7 @@ async def replay(
             )
             for _ in range(-(-len(load) // POOL_SIZE))
         ]
+        stack.enter_context(frozen_heap())
 
         async def send(index: int, record: RequestRecord, tally: Tally) -> None:
             try:
@@ -265,7 +268,10 @@ def _spread(chunks: list[Chunk], total: int) -> list[Chunk]:
     A server that holds back half a character sends fewer chunks than tokens.
     """
     share, rest = divmod(total, len(chunks))
-    dealt = [chunk._replace(tokens=share + (index < rest)) for index, chunk in enumerate(chunks)]
+    dealt = [
+        msgspec.structs.replace(chunk, tokens=share + (index < rest))
+        for index, chunk in enumerate(chunks)
+    ]
     return [chunk for chunk in dealt if chunk.tokens]
 
 

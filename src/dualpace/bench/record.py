@@ -6,15 +6,20 @@ All times are seconds after the start of the replay, on the client's monotonic c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from dualpace.bench.load import LoadRequest
 
 UNREPORTED = "unreported"  # for "engine" where tokens are counted and their chunk names none
 
 
-class Chunk(NamedTuple):
-    """One streamed event that carried tokens. `engine` is None where the server names none."""
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """One streamed event that carried tokens. `engine` is None where the server names none.
+
+    There is one for every token of a replay, and the garbage collector would look at all of them
+    while it goes on.
+    """
 
     time_s: float
     tokens: int

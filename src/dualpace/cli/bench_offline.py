@@ -31,7 +31,7 @@ from dualpace.cli.options import MODEL_HELP, EngineFlags, LogLevel, takes_option
 from dualpace.cli.replays import Measurement, PaceFlags, today
 from dualpace.cli.reports import Hardware, Outcome, ReportFlags, publish
 from dualpace.core.config import EngineOptions
-from dualpace.core.garbage import freeze_heap
+from dualpace.core.garbage import frozen_heap
 from dualpace.core.messages import CPU, GPU
 from dualpace.core.sampling import SamplingParams
 from dualpace.models.registry import has_tokenizer, resolve
@@ -104,7 +104,6 @@ async def _measure(
     with console.status("starting the engines"):
         server = await Server.start(options)
     try:
-        freeze_heap()
         frontend, config = server.frontend, server.config
         facts: dict[str, Any] = {
             "offline": True,
@@ -181,11 +180,12 @@ async def replay_in_process(
         finally:
             stream.close()
 
-    return await replay_load(
-        load,
-        send,
-        max_concurrency=max_concurrency,
-        seconds=seconds,
-        stop=stop,
-        on_progress=on_progress,
-    )
+    with frozen_heap():
+        return await replay_load(
+            load,
+            send,
+            max_concurrency=max_concurrency,
+            seconds=seconds,
+            stop=stop,
+            on_progress=on_progress,
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+from collections.abc import Iterator
 
 
 def freeze_heap() -> None:
@@ -16,3 +18,14 @@ def freeze_heap() -> None:
     gc.freeze()
     # What is frozen then is not freed when Python ends, and extension modules call it leaked.
     atexit.register(gc.unfreeze)
+
+
+@contextlib.contextmanager
+def frozen_heap() -> Iterator[None]:
+    """`freeze_heap` for as long as the context is open: what a benchmark has prepared is no part of
+    what it measures."""
+    freeze_heap()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -23,7 +23,8 @@ from dualpace.profile.probes import Room, make_batch, probe, step_ends
 ROWS = (2, 8, 32, 64, 128, 256)  # fewer than two are no two halves
 # Tokens of all rows; the longest two that fit.
 CONTEXTS = (512, 2048, 8192, 32_768, 131_072, 524_288)
-REPEATS = 2
+REPEATS, MOST_REPEATS = 2, 7  # of an iteration; beyond the first, while they take
+QUICK = 0.2  # seconds together: the quicker they are, the more one hiccup weighs
 DECODES = 32  # rows of the GPU's steps beside
 DEPTH = 2  # of them are under way at once, as in the engine
 
@@ -184,11 +185,18 @@ class _Probe:
         with contextlib.ExitStack() as stack:
             if beside is not None:
                 stack.enter_context(Beside(self.gpu, beside, self.clock))
-            while len(times) < 2 or (len(times) <= REPEATS and not self.late):
+            while self._goes_on(times):
                 start = self.clock()
                 self.cpu.launch(batch).result()
                 times.append(self.clock() - start)
-        return statistics.median(times[1:])  # the first one warms up
+        # The first one warms up; of two, one may have been held up.
+        return statistics.median_low(times[1:])
+
+    def _goes_on(self, times: Sequence[float]) -> bool:
+        """True until there are enough `times` of an iteration to judge by."""
+        if len(times) < 2 or self.late:
+            return len(times) < 2
+        return len(times) <= REPEATS or (len(times) <= MOST_REPEATS and sum(times[1:]) < QUICK)
 
     def iteration_beside(
         self, batch: Batch, quiet: float, rows: int, operation: Whole

@@ -56,11 +56,12 @@ class GatedScheduler(SchedulerBase):
         max_tokens: int,
         *,
         attendant: Attendant | None = None,
+        whole_prompts: bool = False,
         usable_host_pages: Callable[[], int] = lambda: NO_LIMIT,
     ) -> None:
-        """attendant: the CPU engine, None where the executor attends for host rows by itself and
-        takes whole prompts, as the simulator's does; usable_host_pages: how many of the host's
-        pages, from 0 on, can be copied by now."""
+        """attendant: the CPU engine, None where the executor attends for host rows by itself, as
+        the simulator's does; whole_prompts: take them in one step however long they are, as NEO
+        does; usable_host_pages: how many of the host's pages, from 0 on, can be copied by now."""
         super().__init__(CPU, PagePool(pages))
         self.host_pages = host_pages
         self.host_pool = PagePool(min(host_pages, usable_host_pages()))
@@ -72,7 +73,7 @@ class GatedScheduler(SchedulerBase):
         self.max_rows = max_rows
         self.max_tokens = max_tokens
         # Positions that a step may have: fewer for a while after one that was too large.
-        self.step_tokens = self.most_tokens = NO_LIMIT if attendant is None else max_tokens
+        self.step_tokens = self.most_tokens = NO_LIMIT if whole_prompts else max_tokens
         self.rows: dict[str, TierRow] = {}
         self.queue: list[TierRow] = []  # without pages, in arrival order
         self.swaps = Swaps(self._pools, page_tokens)

@@ -102,6 +102,7 @@ class Machine:
         *,
         max_concurrency: int | None = None,
         seconds: float | None = None,
+        whole_prompts: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> tuple[list[RequestRecord], Durations]:
         """The records of `load`, and how many steps there were. max_tokens: of a step; the others
@@ -114,6 +115,7 @@ class Machine:
         hardware = durations.hardware(self.gpu_pages, host_pages, profile.fingerprint.page_tokens)
         records = replay(
             load, hardware, policy, MAX_ROWS, max_tokens,
-            max_concurrency=max_concurrency, seconds=seconds, on_progress=on_progress,
+            max_concurrency=max_concurrency, seconds=seconds, whole_prompts=whole_prompts,
+            on_progress=on_progress,
         )  # fmt: skip
         return records, durations

@@ -30,16 +30,20 @@ def replay(
     *,
     max_concurrency: int | None = None,
     seconds: float | None = None,
+    whole_prompts: bool = False,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> list[RequestRecord]:
     """One record per request that was sent, in the order of `load`; times are virtual seconds.
 
     max_rows and max_tokens bound a step as in the server, max_concurrency the requests in flight;
-    the replay is cut off after `seconds`, if given. Every request gets exactly the output length it
-    asks for. One that no tier can hold never ends, and its record says so. on_progress is called
-    at the end of each, with its tokens counted then.
+    the replay is cut off after `seconds`, if given; a gated step takes `whole_prompts` as `World`
+    says. Every request gets exactly the output length it asks for. One that no tier can hold never
+    ends, and its record says so. on_progress is called at the end of each, with its tokens counted
+    then.
     """
-    world = World(hardware, policy, max_rows, max_tokens, check_kv=False)
+    world = World(
+        hardware, policy, max_rows, max_tokens, check_kv=False, whole_prompts=whole_prompts
+    )
     arrivals = enumerate(sorted(range(len(load)), key=lambda index: load[index].arrival_s))
 
     def send_next() -> None:

@@ -121,7 +121,8 @@ class World:
 
     Without `check_kv` pages have no contents and all tokens are the same: fast, for measurements.
     Under a gated policy host rows are attended to by the GPU engine's steps themselves, or, if
-    `attended`, with a CPU engine that is told of them and may die, as in the product.
+    `attended`, with a CPU engine that is told of them and may die, as in the product; with
+    `whole_prompts`, as in NEO, a step takes a prompt however long it is.
     """
 
     def __init__(
@@ -135,9 +136,11 @@ class World:
         gpu_depth: int = 2,
         clock: VirtualClock | None = None,
         attended: bool = False,
+        whole_prompts: bool = False,
     ) -> None:
         self.hardware = hardware
         self.policy = policy
+        self.whole_prompts = whole_prompts
         self.max_rows = max_rows
         self.clock = clock or VirtualClock()
         self.network = Network(self.clock, hardware.delay, hardware.fate)
@@ -242,6 +245,7 @@ class World:
             return GatedScheduler(
                 self.policy, hardware.gpu_pages, hardware.host_pages, hardware.page_tokens,
                 self.max_rows, max_tokens, attendant=self.attendant,
+                whole_prompts=self.whole_prompts,
                 usable_host_pages=lambda: max(usable, self.usable_host_pages),
             )  # fmt: skip
         return GpuScheduler(
