@@ -167,7 +167,7 @@ def test_gated_steps_keep_every_page_in_its_place(seed: int) -> None:
     world = World(
         replace(timed.hardware(30, 200, PAGE_TOKENS), copy=hardware(rng, 1, 1).copy),
         policy, max_rows=rng.choice([4, 32]), max_tokens=rng.choice([100, 400]),
-        gpu_depth=1 + seed % 3 % 2,
+        gpu_depth=1 + seed % 3 % 2, whole_prompts=seed % 4 < 2,
     )  # fmt: skip
     requests = [request(rng, i, rng.randint(2, 80)) for i in range(50)]
     for state in requests:
