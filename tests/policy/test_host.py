@@ -11,7 +11,7 @@ import pytest
 from dualpace.core.plan import Route
 from dualpace.policy.chunks import paced_budget
 from dualpace.policy.cost_model import Point, TableCostModel, cpu_step, gpu_step
-from dualpace.policy.dualpace import TOLERATED, DualPacePolicy
+from dualpace.policy.dualpace import LEAST_LEFT, TOLERATED, DualPacePolicy
 from dualpace.policy.host import (
     ADMITTED,
     HYSTERESIS,
@@ -39,7 +39,7 @@ def table(**operations: tuple[float, float, float]) -> TableCostModel:
 
 
 # A host that reads its weights in 0.1 s and 1 ms of KV a row; a GPU that needs 40 ms for a step.
-COSTS = table(
+PARAMETERS: dict[str, tuple[float, float, float]] = dict(
     cpu_iteration=(0.1, 0.0, 1e-6),
     cpu_attention=(0.0, 0.0, 1e-6),
     gpu_decode=(0.04, 0.0, 1e-8),
@@ -48,6 +48,7 @@ COSTS = table(
     assist_beside_prefill=(0.08, 0.0, 0.0),
     assist_stolen=(0.01, 0.0, 0.0),
 )
+COSTS = table(**PARAMETERS)
 
 
 def host_row(arrival: int, tokens: int, last_step: int = 0) -> RowView:
@@ -181,18 +182,23 @@ def test_what_assists_take_beyond_a_little_costs_prompts_a_smaller_chunk() -> No
         decoding=tuple(decoding), prefilling=(RowView("p", 99, 5000, 0, 90),),
         host_rows=10, host_context=100_000,
     )  # fmt: skip
+
+    def chunk(route: Route, taken: float, view: GpuView) -> int:
+        """With assists that take `taken` seconds from prompts."""
+        costs = table(**PARAMETERS, assist_stolen_beside_prefill=(taken, 0.0, 0.0))
+        policy = DualPacePolicy(64, HostRules(costs, 1.0, (route,)))
+        [(_, tokens)] = policy.plan_gpu(view).prefill
+        return tokens
+
     full = gpu_step(COSTS, 10, 1000, [(1014, 0)]).seconds
-    # Of an iteration's 0.1 s of attention and 0.02 s of assists the GPU is kept for 0.01 s.
-    kept = TOLERATED * (1.0 - 0.01 / 0.12)
-    [(_, chunk)] = DualPacePolicy(64, HostRules(COSTS, 1.0, ("assist",))).plan_gpu(view).prefill
-    assert gpu_step(COSTS, 10, 1000, [(chunk, 0)]).seconds <= full * kept
-    assert gpu_step(COSTS, 10, 1000, [(chunk + PAGE, 0)]).seconds > full * kept
-    [(_, chunk)] = DualPacePolicy(64, HostRules(COSTS, 1.0, ("local",))).plan_gpu(view).prefill
-    assert chunk == 1014
-    # 0.01 of 0.32 s are less than what steps tolerate.
-    little = msgspec.structs.replace(view, host_context=300_000)
-    [(_, chunk)] = DualPacePolicy(64, HostRules(COSTS, 1.0, ("assist",))).plan_gpu(little).prefill
-    assert chunk == 1014
+    # Beside prompts an iteration has 0.1 s of attention and 0.08 s of assists.
+    for taken, left in ((0.03, 1.0 - 0.03 / 0.18), (0.17, LEAST_LEFT)):
+        tokens = chunk("assist", taken, view)
+        assert gpu_step(COSTS, 10, 1000, [(tokens, 0)]).seconds <= TOLERATED * left * full
+        assert gpu_step(COSTS, 10, 1000, [(tokens + PAGE, 0)]).seconds > TOLERATED * left * full
+    assert chunk("local", 0.03, view) == 1014
+    # 0.03 of 1.08 s are less than what steps tolerate.
+    assert chunk("assist", 0.03, msgspec.structs.replace(view, host_context=1_000_000)) == 1014
 
 
 def test_the_default_target_is_where_a_larger_batch_gains_little() -> None:

@@ -12,6 +12,7 @@ import pytest
 from dualpace.core.plan import Batch, CopyJob, StepResult
 from dualpace.policy.cost_model import WHOLES, TableCostModel, Whole
 from dualpace.policy.host import runnable
+from dualpace.profile import assist_probe
 from dualpace.profile.assist_probe import DEPTH, Beside, probe_assisted, probe_assists
 from dualpace.profile.check import accuracy
 from dualpace.profile.probes import Room, make_batch
@@ -78,7 +79,7 @@ def test_dense_work_and_attention_come_apart_and_every_route_can_be_judged() -> 
     assert runnable(costs, ("assist", "assist2")) == ("assist", "assist2")
     for rows in (8, 32, 64):
         assert costs.assist(rows, 0.0).seconds == pytest.approx(gpu_part(rows))
-        assert costs.assist_stolen(rows).seconds == 0.0
+        assert costs.assist_stolen(rows, 1.0).seconds == 0.0
         # What is measured for no context attends to a token a row.
         assert costs.cpu_attention(rows, 32_768).seconds == pytest.approx(
             2.0**-11 * rows + 2.0**-20 * 32_768, abs=2.0**-20 * rows
@@ -157,6 +158,46 @@ def test_attention_takes_as_long_as_it_does_beside_the_steps_of_the_gpu() -> Non
     assert costs.cpu_attention(64, 131_072).seconds == pytest.approx(
         2.0**-11 * 64 + 2 * 2.0**-20 * 131_072, rel=0.01
     )
+
+
+def test_what_assists_take_is_told_apart_by_whether_decodes_or_prompts_are_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decodes take a quarter longer meanwhile, prompts twice as long."""
+    monkeypatch.setattr(assist_probe, "QUIET_S", 0.02)
+    now, end, ended = 0.0, -1.0, threading.Event()  # of the iteration under way
+
+    class SlowedGpu(CpuEngine):
+        def launch(self, batch: Batch) -> Future[StepResult]:
+            nonlocal now
+            seconds, slowed = (0.02, 2.0) if len(batch.rows) == 1 else (0.01, 1.25)
+            now += seconds * (slowed if now < end else 1.0)
+            if now >= end:
+                ended.set()
+            time.sleep(1e-4)
+            ticket: Future[StepResult] = Future()
+            ticket.set_result(StepResult([0] * len(batch.rows)))
+            return ticket
+
+    class Cpu(CpuEngine):
+        """Of iterations that take a second; with nothing beside, time passes in them alone."""
+
+        def launch(self, batch: Batch) -> Future[StepResult]:
+            nonlocal now, end
+            ended.clear()
+            end = now + 1.0
+            if not ended.wait(0.05):
+                now = end
+            return super().launch(batch)
+
+    def clock() -> float:
+        return now
+
+    costs = TableCostModel(probe_assists(SlowedGpu(), Cpu(), GPU, HOST, gpu_part, 1e9, clock))
+    for slots in (1, 2):
+        assert costs.assist_stolen(64, 0.0, slots).seconds == pytest.approx(0.2, rel=0.1)
+        assert costs.assist_stolen(64, 1.0, slots).seconds == pytest.approx(0.5, rel=0.1)
+        assert costs.assist_stolen(64, 0.5, slots).seconds == pytest.approx(0.35, rel=0.1)
 
 
 def test_in_a_hurry_what_every_route_needs_is_measured_all_the_same() -> None:

@@ -48,8 +48,8 @@ class KnownCosts:
     def assist(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
         return Estimate(0.02 * slots * (1 + prefill_share), False)
 
-    def assist_stolen(self, rows: int, slots: int = 1) -> Estimate:
-        return Estimate(0.008 * slots, False)
+    def assist_stolen(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
+        return Estimate(0.008 * slots * (1 + prefill_share), False)
 
     def covers(self, *operations: Operation) -> bool:
         return True
@@ -91,6 +91,14 @@ def test_an_assisted_iteration_takes_its_share_from_the_gpu_and_no_more() -> Non
     assert steps[0] == pytest.approx(alone / (1 - share))
     assert sum(steps) - 12 * alone == pytest.approx(0.008)  # paid within the iteration
     assert steps[-1] == pytest.approx(alone)
+
+
+def test_a_prompt_loses_what_assists_take_from_prompts() -> None:
+    known, times = KnownCosts(), durations()
+    times.cpu_step(Batch(1, tuple(row(1, 99, "host") for _ in range(10)), "assist"))
+    # Beside prompts an iteration takes 0.01 + 0.01 + 0.04 s, of which 0.016 are the GPU's.
+    prompt = times.gpu_step(Batch(1, (row(32, 0),)))
+    assert prompt == pytest.approx(known.gpu_prefill(32, 0).seconds / (1 - 0.016 / 0.06))
 
 
 def test_a_lone_request_takes_its_prefill_its_decodes_and_two_messages() -> None:

@@ -23,8 +23,8 @@ Floats = npt.NDArray[np.float64]
 Step = Literal["cpu_iteration", "gpu_decode", "gpu_prefill"]
 Part = Literal[
     "cpu_attention",
-    "assist", "assist_beside_prefill", "assist_stolen",
-    "assist2", "assist2_beside_prefill", "assist2_stolen",
+    "assist", "assist_beside_prefill", "assist_stolen", "assist_stolen_beside_prefill",
+    "assist2", "assist2_beside_prefill", "assist2_stolen", "assist2_stolen_beside_prefill",
 ]  # fmt: skip
 Whole = Literal["assisted", "assisted2"]
 Operation = Step | Part | Whole
@@ -35,6 +35,7 @@ WHOLES: dict[Operation, Route] = {"assisted": "assist", "assisted2": "assist2"}
 # Dense work does not depend on the context: these are measured by rows alone, at context 0.
 LINES: frozenset[Operation] = frozenset(PARTS[1:])
 
+MOST_STOLEN = 0.9  # of the GPU's time: assists leave it some of it
 REMEMBERED_PLACES = 1024  # of a surface: far more than one step asks for
 MAX_SIZE = 10**12  # tokens or rows: sums of them stay exact in float64
 
@@ -84,7 +85,7 @@ class CostModel(Protocol):
         of both halves, while the CPU attends to next to nothing in between."""
         ...
 
-    def assist_stolen(self, rows: int, slots: int = 1) -> Estimate:
+    def assist_stolen(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
         """By how much such dense work delays the GPU's own steps."""
         ...
 
@@ -151,16 +152,30 @@ def cpu_step(
     return Estimate(seconds, attention.extrapolated or dense.extrapolated)
 
 
-def stolen(costs: CostModel, route: Route, rows: int) -> float:
-    """GPU seconds that a CPU iteration by `route` takes from the GPU's own steps."""
+def stolen(costs: CostModel, route: Route, rows: int, prefill_share: float) -> float:
+    """GPU seconds that a CPU iteration by `route` takes from the GPU's own steps, which spend
+    `prefill_share` of their time on prompts."""
     if route == "local":
         return 0.0
-    return costs.assist_stolen(rows, slots=2 if route == "assist2" else 1).seconds
+    return costs.assist_stolen(rows, prefill_share, slots=2 if route == "assist2" else 1).seconds
 
 
-_ASSISTS: dict[int, tuple[Operation, Operation]] = {  # by slots; beside decodes, beside prompts
+def stolen_share(
+    costs: CostModel, route: Route, rows: int, context: int, prefill_share: float
+) -> float:
+    """The part of the GPU's time that such iterations take, one after the other."""
+    seconds = cpu_step(costs, route, rows, context, prefill_share).seconds
+    return min(stolen(costs, route, rows, prefill_share) / max(seconds, 1e-9), MOST_STOLEN)
+
+
+# By slots; beside decodes, beside prompts.
+_ASSISTS: dict[int, tuple[Operation, Operation]] = {
     1: ("assist", "assist_beside_prefill"),
     2: ("assist2", "assist2_beside_prefill"),
+}
+_STOLEN: dict[int, tuple[Operation, Operation]] = {
+    1: ("assist_stolen", "assist_stolen_beside_prefill"),
+    2: ("assist2_stolen", "assist2_stolen_beside_prefill"),
 }
 
 
@@ -195,18 +210,25 @@ class TableCostModel:
     def assist(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
         if slots == 2 and "assist2" not in self._surfaces:
             return _twice(self.assist(-(-rows // 2), prefill_share))
-        alone, beside = _ASSISTS[slots]
-        seconds, extrapolated = self._surface(alone).at(rows, 0)
-        if prefill_share and beside in self._surfaces:
-            slowed = self._surface(beside).at(rows, 0)
+        return self._line(_ASSISTS[slots], rows, prefill_share)
+
+    def assist_stolen(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
+        if slots == 2 and "assist2_stolen" not in self._surfaces:
+            return _twice(self.assist_stolen(-(-rows // 2), prefill_share))
+        return self._line(_STOLEN[slots], rows, prefill_share)
+
+    def _line(
+        self, names: tuple[Operation, Operation], rows: int, prefill_share: float
+    ) -> Estimate:
+        """Between what it is beside decodes and what it is beside prompts, which is no less, and
+        the same where that was not measured."""
+        decodes, prompts = names
+        seconds, extrapolated = self._surface(decodes).at(rows, 0)
+        if prefill_share and prompts in self._surfaces:
+            slowed = self._surface(prompts).at(rows, 0)
             seconds += prefill_share * max(0.0, slowed.seconds - seconds)
             extrapolated = extrapolated or slowed.extrapolated
         return Estimate(seconds, extrapolated)
-
-    def assist_stolen(self, rows: int, slots: int = 1) -> Estimate:
-        if slots == 2 and "assist2_stolen" not in self._surfaces:
-            return _twice(self.assist_stolen(-(-rows // 2)))
-        return self._surface("assist2_stolen" if slots == 2 else "assist_stolen").at(rows, 0)
 
     def covers(self, *operations: Operation) -> bool:
         return self._surfaces.keys() >= set(operations)

@@ -25,6 +25,8 @@ GROWTH_LEAD = 4
 # By default a step may take this much longer for assists before its prompts get a smaller chunk:
 # kernels work through whole tiles, so that a little less of a prompt costs what all of it does.
 TOLERATED = 1.05
+# However much assists take, prompts keep this part of a chunk: those wait whose prompts they are.
+LEAST_LEFT = 0.5
 
 
 class DualPacePolicy:
@@ -123,9 +125,9 @@ class DualPacePolicy:
         budget = prefill_budget(view, len(decoding))
         if self.host is None or not decoding or not (view.prefilling or view.waiting):
             return budget
-        left = 1.0 - self.host.stolen_share(view.host_rows, view.host_context, view.prefill_share)
+        left = 1.0 - self.host.stolen_from_prompts(view.host_rows, view.host_context)
         if self.gpu_itl_target is None:
-            left *= TOLERATED
+            left = TOLERATED * max(left, LEAST_LEFT)
             if left >= 1.0:
                 return budget
         return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target, left)

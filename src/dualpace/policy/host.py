@@ -19,6 +19,7 @@ from dualpace.policy.cost_model import (
     TableCostModel,
     cpu_step,
     stolen,
+    stolen_share,
 )
 
 HYSTERESIS = 1.1  # another route must gain this much more before the CPU engine changes to it
@@ -64,21 +65,20 @@ class HostRules:
         M - G·v of its M tokens.
         """
         seconds = max(self.seconds(route, rows, context, prefill_share), 1e-9)
-        return (rows - stolen(self.costs, route, rows) * token_rate) / seconds, seconds
+        taken = stolen(self.costs, route, rows, prefill_share)
+        return (rows - taken * token_rate) / seconds, seconds
 
     def quickest(self, rows: int, context: int, prefill_share: float = 0.0) -> float:
         """Seconds of a CPU iteration by the route that takes the fewest."""
         return min(self.seconds(route, rows, context, prefill_share) for route in self.routes)
 
-    def stolen_share(self, rows: int, context: int, prefill_share: float) -> float:
-        """The part of the GPU's time that such iterations take by the route that takes the fewest
-        seconds, one after the other."""
+    def stolen_from_prompts(self, rows: int, context: int) -> float:
+        """The part of the GPU's time that such iterations take, one after the other beside prompts,
+        by the route that takes the fewest seconds."""
         if not rows:
             return 0.0
-        seconds, route = min(
-            (self.seconds(route, rows, context, prefill_share), route) for route in self.routes
-        )
-        return min(stolen(self.costs, route, rows) / max(seconds, 1e-9), 1.0)
+        route = min(self.routes, key=lambda route: self.seconds(route, rows, context, 1.0))
+        return stolen_share(self.costs, route, rows, context, 1.0)
 
     def admits(self, rows: int, context: int, prefill_share: float) -> bool:
         """True if such a batch, with one that is new among them, will stay within the target."""

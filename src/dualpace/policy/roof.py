@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dualpace.policy.cost_model import stolen
+from dualpace.policy.cost_model import stolen_share
 from dualpace.policy.host import HostRules
 
 
@@ -39,4 +39,5 @@ def find_roof(
     gpu_rate = seats / rules.costs.gpu_decode(seats, seats * context).seconds
     rows, route = rules.choose([context] * rows, gpu_rate, 0.0, rules.routes[0])
     seconds = rules.seconds(route, rows, rows * context, 0.0)
-    return Roof(rows / seconds, gpu_rate, stolen(rules.costs, route, rows) / seconds)
+    taken = stolen_share(rules.costs, route, rows, rows * context, 0.0)
+    return Roof(rows / seconds, gpu_rate, taken)

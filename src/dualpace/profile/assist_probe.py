@@ -27,6 +27,8 @@ REPEATS, MOST_REPEATS = 2, 7  # of an iteration; beyond the first, while they ta
 QUICK = 0.2  # seconds together: the quicker they are, the more one hiccup weighs
 DECODES = 32  # rows of the GPU's steps beside
 DEPTH = 2  # of them are under way at once, as in the engine
+STEPS = 4  # of the GPU's that an iteration is measured beside, or more
+QUIET_S = 1.0  # of such steps with nothing beside
 
 
 class Beside:
@@ -43,7 +45,7 @@ class Beside:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        while len(self.times) < DEPTH and self._thread.is_alive():
+        while len(self.times) < DEPTH and self.running:
             time.sleep(1e-3)
         return self
 
@@ -58,6 +60,11 @@ class Beside:
         # An assist fails where the steps beside it do, and only these know why.
         if self.error is not None and (error is None or isinstance(error, Exception)):
             raise self.error
+
+    @property
+    def running(self) -> bool:
+        """False once a step has failed."""
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         before = self._clock()
@@ -93,7 +100,9 @@ def probe_assists(
     sizes.insert(1, sizes.pop())
     decodes = _decodes(gpu_room)
     prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
-    quiet = 0.0 if decodes is None else measure.quiet_step(decodes, min(0.3, seconds / 20))
+    quiet_decode, quiet_prompt = (
+        0.0 if batch is None else measure.quiet_step(batch) for batch in (decodes, prompts)
+    )
     for number, rows in enumerate(sizes):
         if number > 1 and measure.late:
             return
@@ -105,18 +114,20 @@ def probe_assists(
         two = measure.shortest(rows, "assisted2")
         stolen = stolen2 = 0.0
         if decodes is not None:
-            beside, stolen = measure.iteration_beside(decodes, quiet, rows, "assisted")
+            beside, stolen = measure.iteration_beside(decodes, quiet_decode, rows, "assisted")
             dense = max(dense, beside - host)
-            two, stolen2 = measure.iteration_beside(decodes, quiet, rows, "assisted2")
+            two, stolen2 = measure.iteration_beside(decodes, quiet_decode, rows, "assisted2")
         yield Point("assist", rows, 0, dense)
         yield Point("assist_stolen", rows, 0, stolen)
         yield Point("assist2", rows, 0, two)
         yield Point("assist2_stolen", rows, 0, stolen2)
         if prompts is not None and not measure.late:
-            beside, _ = measure.iteration_beside(prompts, quiet, rows, "assisted")
+            beside, stolen = measure.iteration_beside(prompts, quiet_prompt, rows, "assisted")
             yield Point("assist_beside_prefill", rows, 0, max(0.0, beside - host))
-            two, _ = measure.iteration_beside(prompts, quiet, rows, "assisted2")
+            yield Point("assist_stolen_beside_prefill", rows, 0, stolen)
+            two, stolen2 = measure.iteration_beside(prompts, quiet_prompt, rows, "assisted2")
             yield Point("assist2_beside_prefill", rows, 0, two)
+            yield Point("assist2_stolen_beside_prefill", rows, 0, stolen2)
         fitting = [context for context in CONTEXTS if context <= host_room.longest(rows)]
         for place, context in enumerate(fitting[-2:]):
             if place and measure.late:
@@ -157,10 +168,10 @@ class _Probe:
     def late(self) -> bool:
         return self.clock() >= self.deadline
 
-    def quiet_step(self, batch: Batch, seconds: float) -> float:
+    def quiet_step(self, batch: Batch) -> float:
         """Seconds of a GPU step with no assist beside."""
         with Beside(self.gpu, batch, self.clock) as steps:
-            time.sleep(seconds)
+            time.sleep(min(QUIET_S, max(0.0, self.deadline - self.clock()) / 20))
         return statistics.median(steps.times[DEPTH:] or steps.times)
 
     def shortest(self, rows: int, operation: Whole) -> float:
@@ -205,8 +216,11 @@ class _Probe:
         `quiet` seconds by themselves, have lost."""
         with Beside(self.gpu, batch, self.clock) as steps:
             before = len(steps.times)
-            whole = self.shortest(rows, operation)
+            wholes = [self.shortest(rows, operation)]
+            while len(steps.times) < before + STEPS and steps.running and not self.late:
+                wholes.append(self.shortest(rows, operation))
             beside = steps.times[before:] or steps.times
+        whole = statistics.median_low(wholes)
         return whole, whole * max(0.0, 1.0 - quiet / statistics.fmean(beside))
 
 

@@ -9,11 +9,10 @@ import math
 
 from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Batch, BatchRow, CopyJob
-from dualpace.policy.cost_model import CostModel, Estimate, cpu_step, gpu_step, stolen
+from dualpace.policy.cost_model import CostModel, Estimate, cpu_step, gpu_step, stolen, stolen_share
 from dualpace.sim.world import Hardware
 
 RECENT_SECONDS = 0.5  # about an iteration: what of the GPU's past tells what it will run beside
-MOST_STOLEN = 0.9  # of the GPU's time, by assists
 MESSAGE_DELAY = 50e-6  # seconds from send to receipt between two processes, over ZeroMQ ipc
 
 
@@ -31,7 +30,7 @@ class Durations:
         self._copy_bandwidth = copy_bandwidth
         self._prefill_share = 0.0  # of the GPU's time, of late
         self._owed = 0.0  # GPU seconds that the CPU iteration under way still takes
-        self._stolen_share = 0.0  # of the GPU's time, while it does
+        self._stolen_shares = (0.0, 0.0)  # of the GPU's time, while it does: decodes', prompts'
         self.steps = 0
         self.extrapolated = 0
 
@@ -67,7 +66,8 @@ class Durations:
         share = max(0.0, 1.0 - decodes / seconds)
         kept = math.exp(-seconds / RECENT_SECONDS)
         self._prefill_share = kept * self._prefill_share + (1.0 - kept) * share
-        delay = min(self._owed, seconds * self._stolen_share / (1.0 - self._stolen_share))
+        taken = self._stolen_shares[1 if chunks else 0]
+        delay = min(self._owed, seconds * taken / (1.0 - taken))
         self._owed -= delay
         return seconds + delay
 
@@ -99,8 +99,11 @@ class Durations:
         seconds = self._count(
             cpu_step(self._costs, batch.route, rows, context, self._prefill_share)
         )
-        self._owed = stolen(self._costs, batch.route, rows)
-        self._stolen_share = min(self._owed / max(seconds, 1e-9), MOST_STOLEN)
+        self._owed = stolen(self._costs, batch.route, rows, self._prefill_share)
+        self._stolen_shares = (
+            stolen_share(self._costs, batch.route, rows, context, 0.0),
+            stolen_share(self._costs, batch.route, rows, context, 1.0),
+        )
         return seconds
 
     def copy(self, job: CopyJob) -> float:
