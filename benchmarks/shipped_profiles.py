@@ -1,10 +1,9 @@
 """Writes the profiles that come with the package.
 
-    python benchmarks/shipped_profiles.py [h200-llama-3.1-8b=PROFILE.json]
+    python benchmarks/shipped_profiles.py [h200-llama-3.1-8b=PROFILE.json] [h200-llama-3.1-70b=…]
 
-The reference machine's is what `dualpace profile run` has stored there, the file that is named; its
-70B shape's is put together by hand from `docs/log.md` until it is, too. The RTX 4090's is a model
-of a machine that nobody here has. Each says what it is.
+The reference machine's are what `dualpace profile run` has stored there, the files that are named.
+The RTX 4090's is a model of a machine that nobody here has. Each says what it is.
 """
 
 from __future__ import annotations
@@ -29,27 +28,16 @@ LLAMA_8B = dict(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
     num_kv_heads=8,
 )  # fmt: skip
-LLAMA_70B = dict(
-    vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64,
-    num_kv_heads=8,
-)  # fmt: skip
 HEAD_DIM = 128
-MEASURED = {"h200-llama-3.1-8b": "llama-3.1-8b"}  # models by the names of measured profiles
+MEASURED = {  # models by the names of measured profiles
+    "h200-llama-3.1-8b": "llama-3.1-8b",
+    "h200-llama-3.1-70b": "llama-3.1-70b",
+}
 
-REFERENCE = dict(
-    cpu="Emerald Rapids Xeon with AMX, virtual", cpu_cores=13, cpu_isa="avx512_bf16",
-    device="NVIDIA H200", driver="13.0", torch="2.11.0",
-)  # fmt: skip
 RTX_4090 = dict(
     cpu="Intel Xeon Silver 4510", cpu_cores=12, cpu_isa="avx512_bf16",
     device="NVIDIA GeForce RTX 4090", driver="", torch="",
 )  # fmt: skip
-REFERENCE_NOTE = (
-    "NOT MEASURED AS ONE: put together by hand from docs/log.md of 2026-11-30 (decode steps, "
-    "chunks of prompts, kernels of the CPU engine, assists of up to 128 rows beside decodes and "
-    "prompts; time stolen from how much decode steps slow down). Assists of 256 rows are a "
-    "prototype's."
-)
 RTX_4090_NOTE = (
     "MODELLED, not measured. RTX 4090: 1008 GB/s at 85% and 165 TFLOP/s bf16 at 70% (NVIDIA Ada "
     "architecture white paper), PCIe 4 x16 at 25 GB/s. Xeon Silver 4510: 12 cores, 8 channels of "
@@ -101,29 +89,6 @@ def measured(file: Path, model: str) -> Profile:
     return msgspec.structs.replace(stored, model=model, note=note)
 
 
-def reference_70b() -> Profile:
-    token, layers = 327680, 80
-    wide = {192: 6e-3, 256: 12e-3}
-    chunks = dict(zip(CHUNKS, (38e-3, 39e-3, 42e-3, 62e-3, 118e-3, 225e-3, 430e-3), strict=True))
-    assist = {64: layers * 873e-6, 128: layers * 1.02e-3, 256: layers * 1.45e-3}
-    slowed = {64: (6e-3, 2.2), 128: (6e-3, 2.3), 256: (6e-3, 2.9)}
-    return profile(
-        "llama-3.1-70b", LLAMA_70B, REFERENCE, REFERENCE_NOTE,
-        gpu_kv_tokens=12800, host_kv_tokens=300000, copy_bandwidth=50e9,
-        points=(
-            *grid("gpu_decode", ROWS, lambda b, c: 35.5e-3 + wide.get(b, 0.0) + c * token / 2.8e12),
-            *prefill(chunks, 4 * 8192 * layers, 4e14),
-            *grid("cpu_attention", ROWS, lambda m, c: layers * 10e-6 + c * token / 80e9),
-            *line("assist", assist),
-            *line("assist_beside_prefill", {64: 80 * 1.7e-3, 128: 80 * 1.8e-3, 256: 80 * 2.6e-3}),
-            *line(
-                "assist_stolen",
-                {m: (layers * a + assist[m]) * d / (35.75 + d) for m, (a, d) in slowed.items()},
-            ),
-        ),
-    )  # fmt: skip
-
-
 def rtx_4090_8b() -> Profile:
     token, layers, weights = 131072, 32, 16.06e9
     read, flops = 0.85 * 1008e9, 0.7 * 165e12
@@ -164,7 +129,6 @@ def main() -> None:
             for name, model in MEASURED.items()
             if name in given
         },
-        "h200-llama-3.1-70b": reference_70b(),
         "rtx4090-llama-3.1-8b": rtx_4090_8b(),
     }
     if unknown := given.keys() - MEASURED.keys():
