@@ -8,8 +8,10 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import typer
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.replay import Progress
 from dualpace.cli.simulate import simulate
+from dualpace.profile.fingerprint import STAND_IN
 from dualpace.profile.shipped import open_profile
 from dualpace.sim.machine import Machine
 
@@ -45,6 +48,23 @@ def test_decoupled_scheduling_adds_most_and_stalls_no_stream() -> None:
     assert max(gpu_only[rate], gated[rate]) < dualpace[rate]
     assert dualpace["itl_s"]["max"] < 2 < gated["itl_s"]["max"]
     assert dualpace["ttft_s"]["p99"] < gpu_only["ttft_s"]["p99"]
+
+
+def test_a_step_is_as_long_as_the_server_makes_it_on_the_device_that_was_measured(
+    tmp_path: Path,
+) -> None:
+    measured = open_profile("rtx4090-llama-3.1-8b")
+    for device, tokens in ((STAND_IN, 256), (measured.fingerprint.device, 1024)):
+        fingerprint = msgspec.structs.replace(measured.fingerprint, device=device)
+        profile = msgspec.structs.replace(measured, fingerprint=fingerprint)
+        path = tmp_path / f"{tokens}.json"
+        path.write_bytes(msgspec.json.encode(profile))
+        options = ("--profile", str(path), "--policy", "gpu-only")
+        by_default = report(*options)
+        assert (
+            by_default["steps"] == report(*options, f"--max-num-batched-tokens={tokens}")["steps"]
+        )
+        assert by_default["steps"] != report(*options, "--max-num-batched-tokens=512")["steps"]
 
 
 def test_a_sweep_gives_the_rate_up_to_which_a_target_is_met() -> None:

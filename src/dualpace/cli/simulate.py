@@ -24,6 +24,7 @@ from dualpace.core.config import EngineOptions
 from dualpace.core.errors import ConfigError
 from dualpace.profile.shipped import open_profile, shipped_names
 from dualpace.profile.what_if import what_if
+from dualpace.resolution import BATCHED_TOKENS
 from dualpace.sim.machine import ROUTES, Machine
 
 
@@ -73,8 +74,9 @@ def simulate(
         typer.Option(help="Seconds a GPU step with decodes may take. (default: a full step's)"),
     ] = None,
     max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens in one GPU step.")
-    ] = 1024,
+        int | None,
+        typer.Option(min=1, help="Most tokens in one GPU step. (default: the server's there)"),
+    ] = None,
     assist: Annotated[
         bool, typer.Option(help="Let the GPU do dense work for the CPU engine where that pays.")
     ] = True,
@@ -121,13 +123,15 @@ def simulate(
         page_tokens = profile.fingerprint.page_tokens
         gpu_tokens = machine.gpu_pages * page_tokens
         host_tokens = 0 if name == "gpu-only" else machine.host_pages * page_tokens
+        device = profile.fingerprint.device_kind
+        step_tokens = max_num_batched_tokens or BATCHED_TOKENS[device]
         outcomes = []
         for load in loads:
             with progress_bar(errors, len(load.requests), "simulating") as bar:
                 records, durations = machine.replay(
                     load.requests,
                     machine.policy(name, rules, gpu_itl_target),
-                    max_num_batched_tokens,
+                    step_tokens,
                     max_concurrency=loop.max_concurrency,
                     seconds=loop.seconds,
                     on_progress=bar,

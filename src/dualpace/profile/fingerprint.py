@@ -14,12 +14,13 @@ from typing import Annotated
 
 import msgspec
 
-from dualpace.core.config import EngineConfig
+from dualpace.core.config import Device, EngineConfig
 from dualpace.core.errors import ConfigError
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.version import __version__
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+STAND_IN = "cpu (stand-in)"  # for a GPU
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,11 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 
     @property
+    def device_kind(self) -> Device:
+        """What `--device` was when it was measured."""
+        return "cpu" if self.device == STAND_IN else "cuda"
+
+    @property
     def hardware(self) -> str:
         """One line for people."""
         return f"{self.cpu}, {self.cpu_cores} cores ({self.cpu_isa}) + {self.device}"
@@ -67,7 +73,7 @@ MODEL_FIELDS = (
 
 def take_fingerprint(config: EngineConfig, spec: ModelSpec, isa: str) -> Fingerprint:
     """The fingerprint of this machine with this configuration; `isa`: with "auto" resolved."""
-    device, driver = _cuda_device() if config.device == "cuda" else ("cpu (stand-in)", "")
+    device, driver = _cuda_device() if config.device == "cuda" else (STAND_IN, "")
     return Fingerprint(
         cpu=_cpu_model(),
         cpu_cores=len(config.cpu_ids),
