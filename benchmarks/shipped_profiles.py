@@ -43,7 +43,8 @@ RTX_4090_NOTE = (
     "architecture white paper), PCIe 4 x16 at 25 GB/s. Xeon Silver 4510: 12 cores, 8 channels of "
     "DDR5-4400 = 282 GB/s (Intel ARK), of which 12 cores read 150 GB/s, attention at 80% of that, "
     "AMX at the 5 TFLOP/s that 12 cores reached on the reference machine. Assist: weights read "
-    "again at half the bandwidth, four times as slow beside prompts."
+    "again at half the bandwidth, four times as slow beside prompts, from which it takes as much "
+    "as from decodes."
 )
 
 
@@ -117,6 +118,7 @@ def rtx_4090_8b() -> Profile:
             *line("assist", {m: assist(m, 2.0) for m in ROWS}),
             *line("assist_beside_prefill", {m: assist(m, 4.0) for m in ROWS}),
             *line("assist_stolen", {m: dense(m) for m in ROWS}),
+            *line("assist_stolen_beside_prefill", {m: dense(m) for m in ROWS}),
         ),
     )  # fmt: skip
 

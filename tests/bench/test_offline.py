@@ -194,7 +194,7 @@ def test_what_was_prepared_is_kept_from_the_garbage_collector_while_it_goes_on()
             looked_at.append(any(each is prompts[0] for each in gc.get_objects()))
 
         load = [LoadRequest(4, 6)]
-        await replay_in_process(engine.frontend, load, prompts, seconds=0.1, on_progress=progress)
+        await replay_in_process(engine.frontend, load, prompts, on_progress=progress)
         assert any(each is prompts[0] for each in gc.get_objects())
 
     asyncio.run(run())

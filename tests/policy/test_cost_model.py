@@ -106,6 +106,27 @@ def test_each_operation_has_its_own_table() -> None:
     assert [estimate.seconds for estimate in estimates] == [4.0, 8.0, 12.0]
 
 
+def test_what_assists_take_from_prompts_follows_how_slow_they_are_there_until_it_is_measured() -> (
+    None
+):
+    points = [
+        Point(operation, size, 0, seconds * size)
+        for size in (2, 64)
+        for operation, seconds in (
+            ("assist", 0.02), ("assist_beside_prefill", 0.05), ("assist_stolen", 0.01),
+        )
+    ]  # fmt: skip
+    guessed = TableCostModel(points)
+    measured = TableCostModel(
+        [*points, *(Point("assist_stolen_beside_prefill", n, 0, 0.04 * n) for n in (2, 64))]
+    )
+    for costs, taken in ((guessed, 0.025), (measured, 0.04)):
+        for share in (0.0, 0.5, 1.0):
+            expected = 0.01 + share * (taken - 0.01)
+            assert costs.assist_stolen(30, share).seconds == pytest.approx(30 * expected)
+            assert costs.assist_stolen(60, share, slots=2).seconds == pytest.approx(60 * expected)
+
+
 def test_an_operation_with_too_few_points_is_refused_by_name() -> None:
     model = TableCostModel([Point("gpu_decode", 1, context, 1.0) for context in (1, 2)])
     with pytest.raises(ConfigError, match="too few points of gpu_decode"):

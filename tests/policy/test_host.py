@@ -11,7 +11,7 @@ import pytest
 from dualpace.core.plan import Route
 from dualpace.policy.chunks import paced_budget
 from dualpace.policy.cost_model import Point, TableCostModel, cpu_step, gpu_step
-from dualpace.policy.dualpace import LEAST_LEFT, TOLERATED, DualPacePolicy
+from dualpace.policy.dualpace import LEAST_CHUNK, TOLERATED, DualPacePolicy
 from dualpace.policy.host import (
     ADMITTED,
     HYSTERESIS,
@@ -192,10 +192,11 @@ def test_what_assists_take_beyond_a_little_costs_prompts_a_smaller_chunk() -> No
 
     full = gpu_step(COSTS, 10, 1000, [(1014, 0)]).seconds
     # Beside prompts an iteration has 0.1 s of attention and 0.08 s of assists.
-    for taken, left in ((0.03, 1.0 - 0.03 / 0.18), (0.17, LEAST_LEFT)):
-        tokens = chunk("assist", taken, view)
-        assert gpu_step(COSTS, 10, 1000, [(tokens, 0)]).seconds <= TOLERATED * left * full
-        assert gpu_step(COSTS, 10, 1000, [(tokens + PAGE, 0)]).seconds > TOLERATED * left * full
+    left = 1.0 - 0.03 / 0.18
+    tokens = chunk("assist", 0.03, view)
+    assert gpu_step(COSTS, 10, 1000, [(tokens, 0)]).seconds <= TOLERATED * left * full
+    assert gpu_step(COSTS, 10, 1000, [(tokens + PAGE, 0)]).seconds > TOLERATED * left * full
+    assert chunk("assist", 0.17, view) == LEAST_CHUNK * 1014 // PAGE * PAGE
     assert chunk("local", 0.03, view) == 1014
     # 0.03 of 1.08 s are less than what steps tolerate.
     assert chunk("assist", 0.03, msgspec.structs.replace(view, host_context=1_000_000)) == 1014

@@ -79,6 +79,17 @@ def test_a_step_costs_one_pass_of_its_tokens_and_what_each_part_attends_to() -> 
     assert (times.steps, times.extrapolated) == (3, 1)
 
 
+def test_a_chunk_of_a_gated_step_attends_to_what_was_computed_before() -> None:
+    known = KnownCosts()
+
+    def step(start: int) -> float:
+        rows = (row(32, start), row(1, 99, "host"))
+        return durations().gpu_step(Batch(1, rows, second_half=1))
+
+    earlier = known.gpu_prefill(32, 64).seconds - known.gpu_prefill(32, 0).seconds
+    assert step(64) == pytest.approx(step(0) + earlier)
+
+
 def test_an_assisted_iteration_takes_its_share_from_the_gpu_and_no_more() -> None:
     known, times = KnownCosts(), durations()
     host = Batch(1, tuple(row(1, 99, "host") for _ in range(10)), "assist")

@@ -22,9 +22,11 @@ def freeze_heap() -> None:
 
 @contextlib.contextmanager
 def frozen_heap() -> Iterator[None]:
-    """`freeze_heap` for as long as the context is open: what a benchmark has prepared is no part of
-    what it measures."""
-    freeze_heap()
+    """Collections pass over what is alive now for as long as the context is open: what a benchmark
+    has prepared is no part of what it measures. Not to be nested, nor in a process that has called
+    `freeze_heap`: the end of one is the end of all."""
+    gc.collect()
+    gc.freeze()
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_args
 
@@ -117,16 +117,23 @@ class GpuSteps:
         """A step of the decode rows and of prompt `chunks`."""
         if not chunks:
             return self.decodes
-        prefill = self._costs.gpu_prefill
-        seconds, extrapolated = prefill(self._rows + sum(tokens for tokens, _ in chunks), 0)
-        for tokens, start in chunks:
-            if start:
-                whole, bare = prefill(tokens, start), prefill(tokens, 0)
-                seconds = seconds + whole.seconds - bare.seconds
-                extrapolated = extrapolated or whole.extrapolated or bare.extrapolated
+        tokens = self._rows + sum(tokens for tokens, _ in chunks)
+        dense, earlier = self._costs.gpu_prefill(tokens, 0), earlier_context(self._costs, chunks)
         # Least contexts are never measured exactly; that they are held is no extrapolation.
-        seconds = seconds + self.decodes.seconds - self._bare
-        return Estimate(seconds, extrapolated or self.decodes.extrapolated)
+        seconds = dense.seconds + earlier.seconds + self.decodes.seconds - self._bare
+        parts = (dense, earlier, self.decodes)
+        return Estimate(seconds, any(part.extrapolated for part in parts))
+
+
+def earlier_context(costs: CostModel, chunks: Sequence[Chunk]) -> Estimate:
+    """What it takes prompt `chunks` to attend to the positions computed before them."""
+    seconds, extrapolated = 0.0, False
+    for tokens, start in chunks:
+        if start:
+            whole, bare = costs.gpu_prefill(tokens, start), costs.gpu_prefill(tokens, 0)
+            seconds += whole.seconds - bare.seconds
+            extrapolated = extrapolated or whole.extrapolated or bare.extrapolated
+    return Estimate(seconds, extrapolated)
 
 
 def cpu_step(
@@ -163,7 +170,8 @@ def stolen(costs: CostModel, route: Route, rows: int, prefill_share: float) -> f
 def stolen_share(
     costs: CostModel, route: Route, rows: int, context: int, prefill_share: float
 ) -> float:
-    """The part of the GPU's time that such iterations take, one after the other."""
+    """The part of the GPU's time that CPU iterations by `route` take, one after the other; at most
+    `MOST_STOLEN`."""
     seconds = cpu_step(costs, route, rows, context, prefill_share).seconds
     return min(stolen(costs, route, rows, prefill_share) / max(seconds, 1e-9), MOST_STOLEN)
 
@@ -185,7 +193,8 @@ class TableCostModel:
 
     def __init__(self, points: Iterable[Point]) -> None:
         by_operation: defaultdict[Operation, list[Point]] = defaultdict(list)
-        for point in points:
+        points = list(points)
+        for point in (*points, *_stolen_from_prompts(points)):
             by_operation[point.operation].append(point)
             if point.operation in LINES:  # a surface that is level along the context
                 by_operation[point.operation].append(msgspec.structs.replace(point, context=1))
@@ -241,6 +250,22 @@ class TableCostModel:
                 "contexts (measure for longer, or with more KV room)"
             )
         return surface
+
+
+def _stolen_from_prompts(points: Sequence[Point]) -> Iterator[Point]:
+    """What assists take from prompts, where only what they take from decodes was measured: more, in
+    proportion to how much longer beside prompts they take themselves."""
+    seconds = {(point.operation, point.size): point.seconds for point in points}
+    measured = {point.operation for point in points}
+    for slots, (from_decodes, from_prompts) in _STOLEN.items():
+        if from_prompts in measured:
+            continue
+        alone, beside = _ASSISTS[slots]
+        for operation, size in list(seconds):
+            quick, slowed = seconds.get((alone, size), 0.0), seconds.get((beside, size), 0.0)
+            if operation == from_decodes and quick and slowed:
+                taken = seconds[from_decodes, size] * max(1.0, slowed / quick)
+                yield Point(from_prompts, size, 0, taken)
 
 
 def _twice(half: Estimate) -> Estimate:

@@ -26,7 +26,7 @@ GROWTH_LEAD = 4
 # kernels work through whole tiles, so that a little less of a prompt costs what all of it does.
 TOLERATED = 1.05
 # However much assists take, prompts keep this part of a chunk: those wait whose prompts they are.
-LEAST_LEFT = 0.5
+LEAST_CHUNK = 0.5
 
 
 class DualPacePolicy:
@@ -34,7 +34,8 @@ class DualPacePolicy:
 
     max_host_rows: bounds the requests of the CPU engine; host: bounds them by time as well, if
     given; gpu_itl_target: seconds that a GPU step with decodes may take; by default, `TOLERATED`
-    times what the fullest one takes without assists: more than that they cost prompts, not rows.
+    times what the fullest one takes without assists: more than that they cost prompts, not rows,
+    as long as these keep `LEAST_CHUNK` of a step. With a target of their own they keep a page.
     """
 
     uses_host = True
@@ -125,12 +126,14 @@ class DualPacePolicy:
         budget = prefill_budget(view, len(decoding))
         if self.host is None or not decoding or not (view.prefilling or view.waiting):
             return budget
-        left = 1.0 - self.host.stolen_from_prompts(view.host_rows, view.host_context)
-        if self.gpu_itl_target is None:
-            left = TOLERATED * max(left, LEAST_LEFT)
-            if left >= 1.0:
-                return budget
-        return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target, left)
+        left = 1.0 - self.host.share_stolen_from_prompts(view.host_rows, view.host_context)
+        if self.gpu_itl_target is not None:
+            return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target, left)
+        if left * TOLERATED >= 1.0:
+            return budget
+        paced = paced_budget(view, decoding, budget, self.host.costs, None, left * TOLERATED)
+        least = int(LEAST_CHUNK * budget) // view.page_tokens * view.page_tokens
+        return max(paced, least)
 
     def _load(
         self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]

@@ -72,9 +72,9 @@ class HostRules:
         """Seconds of a CPU iteration by the route that takes the fewest."""
         return min(self.seconds(route, rows, context, prefill_share) for route in self.routes)
 
-    def stolen_from_prompts(self, rows: int, context: int) -> float:
-        """The part of the GPU's time that such iterations take, one after the other beside prompts,
-        by the route that takes the fewest seconds."""
+    def share_stolen_from_prompts(self, rows: int, context: int) -> float:
+        """The part of a prompt's time on the GPU that CPU iterations of so many rows take, one
+        after the other, by the route that takes the fewest seconds."""
         if not rows:
             return 0.0
         route = min(self.routes, key=lambda route: self.seconds(route, rows, context, 1.0))

@@ -23,8 +23,9 @@ from dualpace.profile.probes import Room, make_batch, probe, step_ends
 ROWS = (2, 8, 32, 64, 128, 256)  # fewer than two are no two halves
 # Tokens of all rows; the longest two that fit.
 CONTEXTS = (512, 2048, 8192, 32_768, 131_072, 524_288)
-REPEATS, MOST_REPEATS = 2, 7  # of an iteration; beyond the first, while they take
-QUICK = 0.2  # seconds together: the quicker they are, the more one hiccup weighs
+REPEATS = 2  # of an iteration, beside the first
+MOST_REPEATS = 7  # while they take less than QUICK together: one hiccup weighs the more
+QUICK = 0.2  # seconds
 DECODES = 32  # rows of the GPU's steps beside
 DEPTH = 2  # of them are under way at once, as in the engine
 STEPS = 4  # of the GPU's that an iteration is measured beside, or more
@@ -187,7 +188,8 @@ class _Probe:
         operation: Whole = "assisted",
         beside: Batch | None = None,
     ) -> float | None:
-        """Seconds of one, the median of a few, beside the GPU's steps of a batch if there is one;
+        """Seconds of one, the median of a few (of two the lesser), beside the GPU's steps of a
+        batch if there is one;
         None if there is no room for it."""
         batch = make_batch(operation, rows, context, self.room)
         if batch is None:
@@ -205,9 +207,10 @@ class _Probe:
 
     def _goes_on(self, times: Sequence[float]) -> bool:
         """True until there are enough `times` of an iteration to judge by."""
-        if len(times) < 2 or self.late:
-            return len(times) < 2
-        return len(times) <= REPEATS or (len(times) <= MOST_REPEATS and sum(times[1:]) < QUICK)
+        if len(times) < 2:
+            return True
+        most = MOST_REPEATS if sum(times[1:]) < QUICK else REPEATS
+        return not self.late and len(times) <= most
 
     def iteration_beside(
         self, batch: Batch, quiet: float, rows: int, operation: Whole
@@ -220,7 +223,7 @@ class _Probe:
             while len(steps.times) < before + STEPS and steps.running and not self.late:
                 wholes.append(self.shortest(rows, operation))
             beside = steps.times[before:] or steps.times
-        whole = statistics.median_low(wholes)
+        whole = statistics.median(wholes)
         return whole, whole * max(0.0, 1.0 - quiet / statistics.fmean(beside))
 
 

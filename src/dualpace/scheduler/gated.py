@@ -60,8 +60,9 @@ class GatedScheduler(SchedulerBase):
         usable_host_pages: Callable[[], int] = lambda: NO_LIMIT,
     ) -> None:
         """attendant: the CPU engine, None where the executor attends for host rows by itself, as
-        the simulator's does; whole_prompts: take them in one step however long they are, as NEO
-        does; usable_host_pages: how many of the host's pages, from 0 on, can be copied by now."""
+        the simulator's does; whole_prompts: a step takes as many positions as the policy says,
+        which takes prompts whole, as NEO does, instead of `max_tokens`; usable_host_pages: how many
+        of the host's pages, from 0 on, can be copied by now."""
         super().__init__(CPU, PagePool(pages))
         self.host_pages = host_pages
         self.host_pool = PagePool(min(host_pages, usable_host_pages()))

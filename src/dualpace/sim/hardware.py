@@ -9,7 +9,15 @@ import math
 
 from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Batch, BatchRow, CopyJob
-from dualpace.policy.cost_model import CostModel, Estimate, cpu_step, gpu_step, stolen, stolen_share
+from dualpace.policy.cost_model import (
+    CostModel,
+    Estimate,
+    cpu_step,
+    earlier_context,
+    gpu_step,
+    stolen,
+    stolen_share,
+)
 from dualpace.sim.world import Hardware
 
 RECENT_SECONDS = 0.5  # about an iteration: what of the GPU's past tells what it will run beside
@@ -30,7 +38,7 @@ class Durations:
         self._copy_bandwidth = copy_bandwidth
         self._prefill_share = 0.0  # of the GPU's time, of late
         self._owed = 0.0  # GPU seconds that the CPU iteration under way still takes
-        self._stolen_shares = (0.0, 0.0)  # of the GPU's time, while it does: decodes', prompts'
+        self._stolen_shares = (0.0, 0.0)  # of a decode's and of a prompt's time, while it does
         self.steps = 0
         self.extrapolated = 0
 
@@ -66,7 +74,8 @@ class Durations:
         share = max(0.0, 1.0 - decodes / seconds)
         kept = math.exp(-seconds / RECENT_SECONDS)
         self._prefill_share = kept * self._prefill_share + (1.0 - kept) * share
-        taken = self._stolen_shares[1 if chunks else 0]
+        of_decodes, of_prompts = self._stolen_shares
+        taken = of_decodes + share * (of_prompts - of_decodes)
         delay = min(self._owed, seconds * taken / (1.0 - taken))
         self._owed -= delay
         return seconds + delay
@@ -82,7 +91,8 @@ class Durations:
             on_host = [row.end for row in decodes if row.tier == "host"]
             tokens = sum(len(row.tokens) for row in rows)
             one_pass = costs.gpu_prefill if prompts else costs.gpu_decode
-            dense.append(one_pass(tokens, 0).seconds if tokens else 0.0)
+            earlier = earlier_context(costs, [(len(row.tokens), row.start) for row in prompts])
+            dense.append(one_pass(tokens, 0).seconds + earlier.seconds if tokens else 0.0)
             gpu = gpu_step(costs, len(on_gpu), sum(on_gpu), ()).seconds
             gpu -= gpu_step(costs, len(on_gpu), 0, ()).seconds
             host = costs.cpu_attention(len(on_host), sum(on_host)).seconds if on_host else 0.0
@@ -93,8 +103,8 @@ class Durations:
         return self._count(Estimate(seconds, False))
 
     def cpu_step(self, batch: Batch) -> float:
-        """By the batch's route; what it steals from the GPU delays the GPU's next steps, evenly
-        over the iteration."""
+        """By the batch's route; what it steals from the GPU delays the GPU's next steps, by the
+        part of either kind of work that it takes, until it has all of it."""
         rows, context = len(batch.rows), sum(row.end for row in batch.rows)
         seconds = self._count(
             cpu_step(self._costs, batch.route, rows, context, self._prefill_share)
