@@ -1,6 +1,6 @@
 """Whether the simulator says what this machine does: the same load, measured and simulated.
 
-    python benchmarks/simulated_beside_measured.py [--requests 60] [--seconds 30] [--tries 1]
+    python benchmarks/simulated_beside_measured.py [--requests 30] [--seconds 15] [--tries 1]
 
 Needs no GPU: SmolLM2 on the C++ engine, which stands in for one. Measures a profile, serves a
 closed loop in which most requests find no room on the GPU, and simulates that loop from the
@@ -32,9 +32,9 @@ Report = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--requests", type=int, default=60)
-    parser.add_argument("--in-flight", type=int, default=24)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of measuring the profile")
+    parser.add_argument("--requests", type=int, default=30)
+    parser.add_argument("--in-flight", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of measuring the profile")
     parser.add_argument("--tries", type=int, default=1)
     args = parser.parse_args()
     load = ("--num-requests", str(args.requests), "--max-concurrency", str(args.in_flight))

@@ -33,46 +33,61 @@ PROBED_BYTES = 24 * 2**30  # of host KV, for a profile
 class Probed:
     """One engine's executor, to be measured, and the pages that there are.
 
+    beside: the other engine's, to be kept busy meanwhile: they share memory, the stand-in's, too;
     copy_bandwidth: bytes per second between the tiers, None where there is no link; assisted: the
-    CPU engine's, without weights, whose dense work this GPU's executor does;
-    assist_seconds: what that takes for so many rows, with nobody waited for.
+    CPU engine's, without weights, whose dense work this GPU's executor does; assist_seconds: what
+    that takes for so many rows, with nobody waited for.
     """
 
     engine: EngineName
     executor: Executor
     gpu_pages: int
     host_pages: int
+    beside: Executor | None = None
     copy_bandwidth: float | None = None
     assisted: Executor | None = None
     assist_seconds: Callable[[int], float] | None = None
 
 
 def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
-    """Each engine's executor in turn, in this process.
+    """Each engine's executor in turn, in this process, the GPU engine's first.
 
-    One is closed before the next is built. Close the generator to end early. The arena is no larger
-    than it takes to tell the time that a token of KV takes.
+    Close the generator to end early. The arena is no larger than it takes to tell the time that a
+    token of KV takes.
     """
     pages = min(config.host_pages, PROBED_BYTES // config.page_bytes)
     # Gated steps are judged by what assists take.
     config = msgspec.structs.replace(config, host_pages=pages, policy="dualpace")
     arena = own_arena(config)
     gpu: TorchExecutor | StandInExecutor
-    if config.cpu_routes != ("local",) and arena is not None:
-        with assisting_gpu(config, arena) as assisting, assisting.cpu_executor() as assisted:
+    with contextlib.ExitStack() as engines:
+
+        def cpu_engine() -> CpuExecutor:
+            executor = cpu_executor(config, arena, _ignore)
+            engines.enter_context(contextlib.closing(executor))
+            executor.prepare()
+            return executor
+
+        cpu = None
+        if config.cpu_routes != ("local",) and arena is not None:
+            assisting = engines.enter_context(assisting_gpu(config, arena))
             gpu = assisting.executor
-            seconds = partial(gpu.assist_seconds, copies=True)
-            yield Probed(GPU, gpu, gpu.gpu_pages, pages, _link(config), assisted, seconds)
-    else:
-        # Registering the host's pages would disturb what is measured.
-        alone = config if config.gpu_pages == 0 else msgspec.structs.replace(config, host_pages=0)
-        gpu = gpu_executor(alone, arena if alone.host_pages else None, _ignore)
-        with contextlib.closing(gpu):
-            yield Probed(GPU, gpu, gpu.gpu_pages, pages, _link(config))
-    if arena is not None and config.host_weights:
-        with contextlib.closing(cpu_executor(config, arena, _ignore)) as cpu:
-            cpu.prepare()
-            yield Probed(CPU, cpu, 0, pages)
+            with assisting.cpu_executor() as assisted:
+                yield Probed(
+                    GPU, gpu, gpu.gpu_pages, pages, copy_bandwidth=_link(config),
+                    assisted=assisted, assist_seconds=partial(gpu.assist_seconds, copies=True),
+                )  # fmt: skip
+        else:
+            # CUDA would register the host's pages, which would disturb what is measured.
+            alone = config.device == "cuda" and config.gpu_pages
+            bare = msgspec.structs.replace(config, host_pages=0) if alone else config
+            gpu = gpu_executor(bare, None if alone else arena, _ignore)
+            engines.enter_context(contextlib.closing(gpu))
+            if config.device == "cpu" and arena is not None and config.host_weights:
+                cpu = cpu_engine()
+            yield Probed(GPU, gpu, gpu.gpu_pages, pages, beside=cpu, copy_bandwidth=_link(config))
+        if arena is not None and config.host_weights:
+            yield Probed(CPU, cpu or cpu_engine(), gpu.gpu_pages, pages, beside=gpu)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from dualpace.core.plan import Batch, CopyJob, StepResult
 from dualpace.policy.cost_model import WHOLES, TableCostModel, Whole
 from dualpace.policy.host import runnable
 from dualpace.profile import assist_probe
-from dualpace.profile.assist_probe import DEPTH, Beside, probe_assisted, probe_assists
+from dualpace.profile.assist_probe import probe_assisted, probe_assists
+from dualpace.profile.beside import DEPTH, Beside
 from dualpace.profile.check import accuracy
 from dualpace.profile.probes import Room, make_batch
 

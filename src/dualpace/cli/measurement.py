@@ -40,6 +40,7 @@ from dualpace.core.messages import GPU
 from dualpace.core.plan import Executor, Tier
 from dualpace.policy.cost_model import OPERATIONS, WHOLES, Point, Step, Whole
 from dualpace.profile.assist_probe import probe_assisted, probe_assists
+from dualpace.profile.beside import busy_beside
 from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.probes import Room, held_out_points, plan_points, probe
 from dualpace.profile.table import Profile, load, path_of, require_place, save
@@ -146,11 +147,12 @@ class Measured:
                     for operation, room in _operations(each, config):
                         bar.reset(task, total=None, description=operation)
                         depth = config.steps_in_flight if each.engine == GPU else 1
-                        for point in self._probe(
-                            operation, each.executor, room, share, depth, bar, task
-                        ):
-                            self.points.append(point)
-                            bar.advance(task)
+                        with busy_beside(each.beside, _other_room(each, config)):
+                            for point in self._probe(
+                                operation, each.executor, room, share, depth, bar, task
+                            ):
+                                self.points.append(point)
+                                bar.advance(task)
                     if each.assisted is not None:
                         bar.reset(task, total=None, description="assists")
                         for point in self._probe_assists(each, config, 2 * share):
@@ -255,6 +257,13 @@ def _operations(probed: Probed, config: EngineConfig) -> Iterator[tuple[Step, Ro
         yield "gpu_prefill", _room("gpu", probed.gpu_pages, config)
     else:
         yield "gpu_prefill", _room("host", probed.host_pages, config)
+
+
+def _other_room(probed: Probed, config: EngineConfig) -> Room:
+    """That of the engine beside the one that is measured."""
+    if probed.engine == GPU:
+        return _room("host", probed.host_pages, config)
+    return _room("gpu", probed.gpu_pages, config)
 
 
 def _room(tier: Tier, pages: int, config: EngineConfig) -> Room:

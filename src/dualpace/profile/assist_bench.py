@@ -18,7 +18,7 @@ import numpy as np
 from dualpace.assist.mailbox import SLOTS, Mailbox
 from dualpace.core.errors import AssistError
 from dualpace.core.plan import Batch, Executor, Route
-from dualpace.profile.assist_probe import DEPTH, Beside
+from dualpace.profile.beside import DEPTH, Beside
 
 WARM_UP, ITERATIONS = 2, 6
 ROUNDS = 3

@@ -1,7 +1,7 @@
 """Measures the parts of a CPU iteration whose dense work the GPU does, through both executors.
 
 What an assist takes depends on what the GPU does meanwhile, and the other way round: so decodes, or
-prompts, run beside in a thread of their own. What is not the GPU's is the CPU's, also what a row
+prompts, run beside. What is not the GPU's is the CPU's, also what a row
 costs it that attends to nothing. Knows no engine, no mailbox, no tensors.
 """
 
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from dualpace.core.plan import Batch, Executor
 from dualpace.policy.cost_model import Point, Whole
-from dualpace.profile.probes import Room, make_batch, probe, step_ends
+from dualpace.profile.beside import DEPTH, Beside, busy_beside, decodes_in
+from dualpace.profile.probes import Room, make_batch, probe
 
 ROWS = (2, 8, 32, 64, 128, 256)  # fewer than two are no two halves
 # Tokens of all rows; the longest two that fit.
@@ -26,57 +24,8 @@ CONTEXTS = (512, 2048, 8192, 32_768, 131_072, 524_288)
 REPEATS = 2  # of an iteration, beside the first
 MOST_REPEATS = 7  # while they take less than QUICK together: one hiccup weighs the more
 QUICK = 0.2  # seconds
-DECODES = 32  # rows of the GPU's steps beside
-DEPTH = 2  # of them are under way at once, as in the engine
 STEPS = 4  # of the GPU's that an iteration is measured beside, or more
 QUIET_S = 1.0  # of such steps with nothing beside
-
-
-class Beside:
-    """Keeps an executor busy with one batch, over and over, while the context is open."""
-
-    def __init__(self, executor: Executor, batch: Batch, clock: Callable[[], float]) -> None:
-        self._executor = executor
-        self._batch = batch
-        self._clock = clock
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="beside", daemon=True)
-        self.times: list[float] = []  # seconds from the end of one step to that of the next
-        self.error: Exception | None = None
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        while len(self.times) < DEPTH and self.running:
-            time.sleep(1e-3)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-        # An assist fails where the steps beside it do, and only these know why.
-        if self.error is not None and (error is None or isinstance(error, Exception)):
-            raise self.error
-
-    @property
-    def running(self) -> bool:
-        """False once a step has failed."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
-        before = self._clock()
-        try:
-            for end in step_ends(
-                self._executor, self._batch, DEPTH, self._clock, lambda _: self._stop.is_set()
-            ):
-                self.times.append(end - before)
-                before = end
-        except Exception as error:
-            self.error = error
 
 
 def probe_assists(
@@ -99,7 +48,7 @@ def probe_assists(
     most = min(host_room.max_rows, host_room.pages)
     sizes = [most, *(rows for rows in reversed(ROWS) if rows < most)]
     sizes.insert(1, sizes.pop())
-    decodes = _decodes(gpu_room)
+    decodes = decodes_in(gpu_room)
     prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
     quiet_decode, quiet_prompt = (
         0.0 if batch is None else measure.quiet_step(batch) for batch in (decodes, prompts)
@@ -150,10 +99,7 @@ def probe_assisted(
 ) -> Iterator[Point]:
     """Whole iterations beside decodes, where there is room for these: (rows, tokens of context) of
     each in `points`. Arguments are otherwise those of `probe_assists`."""
-    decodes = _decodes(gpu_room)
-    with contextlib.ExitStack() as stack:
-        if decodes is not None:
-            stack.enter_context(Beside(gpu, decodes, clock))
+    with busy_beside(gpu, gpu_room, clock):
         yield from probe(operation, cpu, host_room, seconds, clock, points)
 
 
@@ -225,14 +171,3 @@ class _Probe:
             beside = steps.times[before:] or steps.times
         whole = statistics.median(wholes)
         return whole, whole * max(0.0, 1.0 - quiet / statistics.fmean(beside))
-
-
-def _decodes(room: Room) -> Batch | None:
-    """Full seats, as nearly as the room allows it."""
-    rows = min(DECODES, room.max_rows, room.pages)
-    context = min(rows * 1024, rows * room.max_model_len, room.pages * room.page_tokens)
-    while rows and context >= rows:
-        if (batch := make_batch("gpu_decode", rows, context, room)) is not None:
-            return batch
-        context //= 2
-    return None
