@@ -1,14 +1,14 @@
 """Writes the profiles that come with the package.
 
-    python benchmarks/shipped_profiles.py [h200-llama-3.1-8b=PROFILE.json] [h200-llama-3.1-70b=…]
+    python benchmarks/shipped_profiles.py [--h200-llama-3.1-8b FILE] [--h200-llama-3.1-70b FILE]
 
-The reference machine's are what `dualpace profile run` has stored there, the files that are named.
-The RTX 4090's is a model of a machine that nobody here has. Each says what it is.
+The reference machine's are what `dualpace profile run` has stored there, as far as named. The RTX
+4090's is a model of a machine that nobody here has. Each says what it is.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -124,19 +124,12 @@ def rtx_4090_8b() -> Profile:
 
 
 def main() -> None:
-    given = dict(argument.split("=", 1) for argument in sys.argv[1:])
-    made = {
-        **{
-            name: measured(Path(given[name]), model)
-            for name, model in MEASURED.items()
-            if name in given
-        },
-        "rtx4090-llama-3.1-8b": rtx_4090_8b(),
-    }
-    if unknown := given.keys() - MEASURED.keys():
-        raise SystemExit(
-            f"error: {', '.join(unknown)}: only these are measured: {', '.join(MEASURED)}"
-        )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    for name in MEASURED:
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", dest=name)
+    given = vars(parser.parse_args())
+    made = {name: measured(file, MEASURED[name]) for name, file in given.items() if file}
+    made["rtx4090-llama-3.1-8b"] = rtx_4090_8b()
     for name, profile in made.items():
         path = FOLDER / f"{name}.json"
         path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")

@@ -32,5 +32,8 @@ def make_policy(
             return GpuOnlyPolicy()
         case "gated":
             if host is None or not host.costs.covers(*GATED_OPERATIONS):
-                raise ConfigError("gated scheduling needs a profile with CPU attention in it")
+                raise ConfigError(
+                    "gated scheduling needs a profile with CPU attention in it; without a GPU "
+                    "`dualpace profile run MODEL --policy gated` measures one"
+                )
             return GatedPolicy(host.costs, layers)

@@ -26,7 +26,7 @@ def file_of(name_or_file: str) -> Path:
         return Path(name_or_file)
     if name_or_file not in shipped_names():
         raise ConfigError(
-            f"no profile is called {name_or_file!r}: name a .json file, or one of "
-            + ", ".join(shipped_names())
+            f"no profile is called {name_or_file!r}: name a .json file (`dualpace profile show "
+            f"MODEL` tells where a model's is), or one of {', '.join(shipped_names())}"
         )
     return FOLDER / f"{name_or_file}.json"
