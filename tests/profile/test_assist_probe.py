@@ -6,13 +6,14 @@ import dataclasses
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
 from dualpace.core.plan import Batch, CopyJob, StepResult
 from dualpace.policy.cost_model import WHOLES, TableCostModel, Whole
 from dualpace.policy.host import runnable
-from dualpace.profile import assist_probe
+from dualpace.profile import assist_probe, beside
 from dualpace.profile.assist_probe import probe_assisted, probe_assists
 from dualpace.profile.beside import DEPTH, Beside
 from dualpace.profile.check import accuracy
@@ -225,15 +226,40 @@ def test_a_step_that_fails_beside_is_not_passed_over(consequence: Exception | No
     gpu = GpuEngine(DEPTH + 3)
     batch = make_batch("gpu_decode", 4, 64, GPU)
     assert batch is not None
-    beside = Beside(gpu, batch, gpu.clock)
+    steps = Beside(gpu, batch, gpu.clock)
 
     def until_it_fails() -> None:
-        with beside:
-            while beside.error is None:
+        with steps:
+            while steps.error is None:
                 time.sleep(1e-3)
             if consequence is not None:
                 raise consequence
 
     with pytest.raises(RuntimeError, match="no more steps"):
         until_it_fails()
-    assert len(beside.times) == DEPTH + 3
+    assert len(steps.times) == DEPTH + 3
+
+
+def test_steps_that_are_interrupted_before_the_first_has_ended_do_not_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ctrl_c = threading.Event()
+
+    class Held(GpuEngine):
+        def launch(self, batch: Batch) -> Future[StepResult]:
+            ctrl_c.wait()
+            return super().launch(batch)
+
+    def sleep(_: float) -> None:
+        ctrl_c.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(beside, "time", SimpleNamespace(sleep=sleep))
+    gpu = Held(10**9)
+    batch = make_batch("gpu_decode", 4, 64, GPU)
+    assert batch is not None
+    steps = Beside(gpu, batch, gpu.clock)
+    with pytest.raises(KeyboardInterrupt), steps:
+        raise AssertionError("entered all the same")
+    assert not steps.running
+    assert steps.error is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from typer.testing import CliRunner
 
 from dualpace.cli import measurement
 from dualpace.cli import profile as cli
-from dualpace.core.plan import Executor
+from dualpace.core.errors import EngineError
+from dualpace.core.plan import Batch, Executor, StepResult, Ticket
+from dualpace.cpu.executor import CpuExecutor
 from dualpace.policy.cost_model import OPERATIONS, Operation, Point, TableCostModel
 from dualpace.policy.gated import GATED_OPERATIONS
 from dualpace.profile.check import predict
@@ -145,6 +148,36 @@ def test_after_ctrl_c_new_points_are_kept_beside_the_old_ones(
     assert seconds == {"gpu_decode": 2.0, "gpu_prefill": 1.0, "cpu_iteration": 1.0}
 
 
+def test_what_is_measured_after_the_other_engine_has_failed_is_not_kept(
+    tiny_model: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = CpuExecutor.launch
+    failing = threading.Event()
+
+    def fail(executor: CpuExecutor, batch: Batch) -> Ticket[StepResult]:
+        if failing.is_set():
+            raise EngineError("the other engine is gone")
+        return launch(executor, batch)
+
+    def probe(
+        operation: Operation, executor: Executor, room: Room, seconds: float, depth: int
+    ) -> Iterator[Point]:
+        yield Point(operation, 1, 16, 1.0)
+        failing.set()
+        for thread in threading.enumerate():
+            if thread.name == "beside":
+                thread.join()
+        yield Point(operation, 2, 16, 1.0)
+
+    monkeypatch.setattr(CpuExecutor, "launch", fail)
+    monkeypatch.setattr(measurement, "probe", probe)
+    result = CliRunner().invoke(cli.profile_app, run(tiny_model))
+    assert result.exit_code == 1
+    assert "the other engine is gone" in result.stderr
+    [path] = stored(cache)
+    assert [(point.operation, point.size) for point in load(path).points] == [("gpu_decode", 1)]
+
+
 @pytest.mark.parametrize("interrupt", [True, False])
 def test_points_measured_with_other_options_are_not_mixed_and_that_is_said(
     tiny_model: str, cache: Path, measured: Callable[..., None], interrupt: bool
@@ -202,6 +235,17 @@ def test_a_disk_that_is_full_by_then_loses_no_measurement(
     assert "No space left on device" in result.stderr
     assert "gpu_decode: ms by" in result.stdout
     assert "stored in" not in result.stderr
+
+
+def test_a_run_without_time_to_measure_fails_and_replaces_nothing(
+    tiny_model: str, cache: Path
+) -> None:
+    assert CliRunner().invoke(cli.profile_app, run(tiny_model)).exit_code == 0
+    before = stored(cache)[0].read_bytes()
+    result = CliRunner().invoke(cli.profile_app, [*run(tiny_model), "--seconds", "0"])
+    assert result.exit_code == 2
+    assert "--seconds" in result.stderr
+    assert stored(cache)[0].read_bytes() == before
 
 
 def test_what_was_never_measured_cannot_be_shown(tiny_model: str) -> None:

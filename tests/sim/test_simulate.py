@@ -110,6 +110,7 @@ def test_what_a_server_refuses_its_simulation_refuses(option: str, value: str) -
         ("--copy-gbps", "0"),
         ("--copy-gbps", "nan"),
         ("--copy-gbps", "inf"),
+        ("--copy-gbps", "1e-310"),
         ("--what-if", "gpu_kv=infx"),
         ("--what-if", "host_bandwidth=1e-320"),
     ],
@@ -118,6 +119,21 @@ def test_a_machine_that_cannot_be_is_refused_by_the_option(option: str, value: s
     result = run(option, value)
     assert result.exit_code == 2, result.output
     assert option in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("policy", "rooms"),
+    [
+        ("dualpace", "set --gpu-kv-tokens or --host-kv-tokens"),
+        ("gpu-only", "set --gpu-kv-tokens\n"),
+        ("gated", "set --gpu-kv-tokens\n"),
+    ],
+)
+def test_without_room_it_is_told_where_the_policy_could_use_some(policy: str, rooms: str) -> None:
+    none = ("--gpu-kv-tokens", "0", "--host-kv-tokens", "0" if policy == "dualpace" else "4096")
+    result = run("--policy", policy, *none)
+    assert result.exit_code == 2, result.output
+    assert rooms in result.stderr
 
 
 def test_a_load_that_ends_before_the_window_is_told() -> None:

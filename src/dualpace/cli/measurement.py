@@ -76,7 +76,7 @@ class MeasureFlags:
 
 def measure_and_store(options: EngineOptions, seconds: float) -> Profile:
     """Measure for about so long, and store; also what there is after Ctrl-C or a failure. Raises
-    `ConfigError` before that where profiles cannot be stored."""
+    `ConfigError` before that where profiles cannot be stored, after it where there is nothing."""
     console = Console(stderr=True)
     config, fingerprint = resolve_measured(options)
     require_place()
@@ -100,6 +100,8 @@ def measure_and_store(options: EngineOptions, seconds: float) -> Profile:
             _store(profile)
             report(profile)
         raise
+    if not measured.points:
+        raise ConfigError("nothing was measured, and nothing is stored: raise --seconds")
     profile = _profile(options, config, fingerprint, measured)
     _store(profile)
     return profile
@@ -147,10 +149,12 @@ class Measured:
                     for operation, room in _operations(each, config):
                         bar.reset(task, total=None, description=operation)
                         depth = config.steps_in_flight if each.engine == GPU else 1
-                        with busy_beside(each.beside, _other_room(each, config)):
+                        with busy_beside(each.beside, _other_room(each, config)) as beside:
                             for point in self._probe(
                                 operation, each.executor, room, share, depth, bar, task
                             ):
+                                if beside is not None and not beside.running:
+                                    break  # measured with nothing beside; the end tells why
                                 self.points.append(point)
                                 bar.advance(task)
                     if each.assisted is not None:

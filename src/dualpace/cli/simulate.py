@@ -118,7 +118,8 @@ def simulate(
             name = "gpu-only"
         room = machine.largest_request(name)
         if room < 2:
-            raise ConfigError("there is no KV room: set --gpu-kv-tokens or --host-kv-tokens")
+            rooms = "--gpu-kv-tokens" + (" or --host-kv-tokens" if policy == "dualpace" else "")
+            raise ConfigError(f"there is no KV room for a request: set {rooms}")
         loads = [load.clipped(room) for load in loads]
         page_tokens = profile.fingerprint.page_tokens
         gpu_tokens = machine.gpu_pages * page_tokens

@@ -33,8 +33,12 @@ class Beside:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        while len(self.times) < DEPTH and self.running:
-            time.sleep(1e-3)
+        try:
+            while len(self.times) < DEPTH and self.running:
+                time.sleep(1e-3)
+        except BaseException:  # Ctrl-C: nobody else would end them before the executor is closed
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -43,8 +47,7 @@ class Beside:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._stop.set()
-        self._thread.join()
+        self._end()
         # An assist fails where the steps beside it do, and only these know why.
         if self.error is not None and (error is None or isinstance(error, Exception)):
             raise self.error
@@ -53,6 +56,11 @@ class Beside:
     def running(self) -> bool:
         """False once a step has failed."""
         return self._thread.is_alive()
+
+    def _end(self) -> None:
+        """Wait for what is under way."""
+        self._stop.set()
+        self._thread.join()
 
     def _run(self) -> None:
         before = self._clock()
@@ -80,12 +88,12 @@ def decodes_in(room: Room) -> Batch | None:
 @contextlib.contextmanager
 def busy_beside(
     executor: Executor | None, room: Room, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[None]:
+) -> Iterator[Beside | None]:
     """With decodes of `executor` under way, up to `DECODES` of them, as far as its `room` goes;
-    with nothing where there is no such engine, or no room."""
+    with nothing, None, where there is no such engine, or no room."""
     decodes = None if executor is None else decodes_in(room)
     if executor is None or decodes is None:
-        yield
+        yield None
         return
-    with Beside(executor, decodes, clock):
-        yield
+    with Beside(executor, decodes, clock) as beside:
+        yield beside

@@ -26,6 +26,7 @@ from dualpace.sim.replay import replay
 ROUTES: tuple[Route, ...] = ("local", "assist", "assist2")
 MAX_ROWS = EngineOptions(model="").max_num_seqs
 MAX_KV_TOKENS = 100_000_000  # of a tier: each page is an object here
+MIN_COPY_BANDWIDTH = 1e3  # bytes per second: any slower, and copies outlast every load
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Machine:
     """What a profile tells of: `policy` gives one set up for it, `replay` runs a load under it.
 
     routes: those that its CPU engine has, as far as the profile covers them. Raises `ConfigError`
-    for more KV than can be simulated.
+    for more KV than can be simulated, or slower copies.
     """
 
     profile: Profile
@@ -47,6 +48,12 @@ class Machine:
                     f"--{tier.lower()}-kv-tokens {tokens}: a simulated {tier} has KV room for "
                     f"{MAX_KV_TOKENS} tokens at most"
                 )
+        gbps = self.profile.copy_bandwidth / 1e9
+        if gbps < MIN_COPY_BANDWIDTH / 1e9:
+            raise ConfigError(
+                f"--copy-gbps {gbps:g}: copies between the tiers cannot be simulated at less than "
+                f"{MIN_COPY_BANDWIDTH / 1e9:g}"
+            )
 
     @property
     def gpu_pages(self) -> int:
