@@ -16,9 +16,10 @@ from dualpace.cli.simulate import simulate
 from dualpace.core.plan import Batch, BatchRow, CopyJob, Tier
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
-from dualpace.policy.cost_model import Estimate, Operation, Point
+from dualpace.policy.cost_model import Operation, Point
 from dualpace.policy.dualpace import DualPacePolicy
 from dualpace.policy.gpu_only import GpuOnlyPolicy
+from dualpace.policy.surface import Estimate
 from dualpace.profile.fingerprint import Fingerprint
 from dualpace.profile.table import Profile, save
 from dualpace.sim.hardware import MESSAGE_DELAY, Durations

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dualpace.core.plan import Route
-from dualpace.policy.cost_model import Estimate, TableCostModel
+from dualpace.policy.cost_model import TableCostModel
 from dualpace.policy.host import HostRules, default_itl_target, gpu_token_rate, runnable
+from dualpace.policy.surface import Estimate
 from dualpace.profile.table import Profile
 
 if TYPE_CHECKING:

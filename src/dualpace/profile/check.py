@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualpace.policy.cost_model import WHOLES, Estimate, Operation, Point, TableCostModel, cpu_step
+from dualpace.policy.cost_model import WHOLES, Operation, Point, TableCostModel, cpu_step
+from dualpace.policy.surface import Estimate
 
 # What a profile that is fit for use keeps to.
 MEDIAN_BOUND, P90_BOUND = 0.08, 0.20

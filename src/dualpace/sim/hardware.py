@@ -11,13 +11,13 @@ from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Batch, BatchRow, CopyJob
 from dualpace.policy.cost_model import (
     CostModel,
-    Estimate,
     cpu_step,
     earlier_context,
     gpu_step,
     stolen,
     stolen_share,
 )
+from dualpace.policy.surface import Estimate
 from dualpace.sim.world import Hardware
 
 RECENT_SECONDS = 0.5  # about an iteration: what of the GPU's past tells what it will run beside
