@@ -78,8 +78,9 @@ def profile_executors(config: EngineConfig) -> Generator[Probed, None]:
                     assisted=assisted, assist_seconds=partial(gpu.assist_seconds, copies=True),
                 )  # fmt: skip
         else:
-            # CUDA would register the host's pages, which would disturb what is measured.
-            alone = config.device == "cuda" and config.gpu_pages
+            # CUDA would register the host's pages, which would disturb what is measured; without
+            # pages of its own, whose number may not be known yet, it needs them.
+            alone = config.device == "cuda" and config.gpu_pages != 0
             bare = msgspec.structs.replace(config, host_pages=0) if alone else config
             gpu = gpu_executor(bare, None if alone else arena, _ignore)
             engines.enter_context(contextlib.closing(gpu))
