@@ -71,7 +71,10 @@ def simulate(
     ] = None,
     gpu_itl_target: Annotated[
         float | None,
-        typer.Option(help="Seconds a GPU step with decodes may take. (default: a full step's)"),
+        typer.Option(
+            help="Seconds a GPU step with decodes may take. (default: a twentieth more than a "
+            "full one takes without the CPU engine)"
+        ),
     ] = None,
     max_num_batched_tokens: Annotated[
         int | None,

@@ -1,8 +1,8 @@
 """Measures the parts of a CPU iteration whose dense work the GPU does, through both executors.
 
 What an assist takes depends on what the GPU does meanwhile, and the other way round: so decodes, or
-prompts, run beside. What is not the GPU's is the CPU's, also what a row
-costs it that attends to nothing. Knows no engine, no mailbox, no tensors.
+prompts, run beside. What is not the GPU's is the CPU's, also what a row costs it that attends to
+nothing. Knows no engine, no mailbox, no tensors.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ class _Probe:
         beside: Batch | None = None,
     ) -> float | None:
         """Seconds of one, the median of a few (of two the lesser), beside the GPU's steps of a
-        batch if there is one;
-        None if there is no room for it."""
+        batch if there is one; None if there is no room for it."""
         batch = make_batch(operation, rows, context, self.room)
         if batch is None:
             return None
