@@ -12,7 +12,7 @@ from dualpace.core.config import Device, EngineConfig, EngineOptions
 from dualpace.resolution import resolve
 
 
-class Built(Exception):
+class BuiltError(Exception):
     """The GPU engine's executor, as it was asked for."""
 
 
@@ -24,7 +24,7 @@ def test_cuda_registers_no_host_pages_while_it_is_measured_unless_it_has_no_othe
     device: Device, gpu_pages: int | None, over_host_pages: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(config: EngineConfig, arena: Any, wake: object) -> None:
-        raise Built(config.host_pages > 0, arena is not None)
+        raise BuiltError(config.host_pages > 0, arena is not None)
 
     monkeypatch.setattr(measuring, "gpu_executor", build)
     options = EngineOptions(model="smollm2", device="cpu", host_kv_size="16MiB")
@@ -32,6 +32,6 @@ def test_cuda_registers_no_host_pages_while_it_is_measured_unless_it_has_no_othe
     config = msgspec.structs.replace(
         config, device=device, gpu_pages=gpu_pages, cpu_routes=("local",)
     )
-    with pytest.raises(Built) as built:
+    with pytest.raises(BuiltError) as built:
         next(measuring.profile_executors(config))
     assert built.value.args == (over_host_pages, over_host_pages)
