@@ -88,7 +88,7 @@ def test_dense_work_and_attention_come_apart_and_every_route_can_be_judged() -> 
         )
     for context in (32_768, 131_072):
         assert costs.cpu_attention(64, context).seconds == pytest.approx(
-            2.0**-11 * 64 + 2.0**-20 * context
+            2.0**-11 * 64 + 2.0**-20 * context, abs=2.0**-20 * 64
         )
 
 
@@ -212,6 +212,24 @@ def test_in_a_hurry_what_every_route_needs_is_measured_all_the_same() -> None:
     assert runnable(TableCostModel(points), ("assist",)) == ("assist",)
     assert {point.size for point in points} == {2, 64}
     assert not [point for point in points if point.operation == "assist_beside_prefill"]
+
+
+def test_in_a_hurry_long_contexts_do_not_seem_to_be_read_from_caches() -> None:
+    class Cached(CpuEngine):
+        """Of whose contexts the first 2,048 tokens cost nothing."""
+
+        def launch(self, batch: Batch) -> Future[StepResult]:
+            ticket = super().launch(batch)
+            self.now -= 2.0**-20 * min(2048, sum(row.end for row in batch.rows))
+            return ticket
+
+    cpu = Cached()
+    costs = TableCostModel(
+        probe_assists(GpuEngine(0), cpu, NO_SEATS, HOST, gpu_part, 0.0, cpu.clock)
+    )
+    for rows, context in ((4, 16_384), (32, 131_072), (48, 262_144)):
+        expected = 2.0**-11 * rows + 2.0**-20 * (context - 2048)
+        assert costs.cpu_attention(rows, context).seconds == pytest.approx(expected, rel=0.1)
 
 
 def test_a_host_with_fewer_pages_than_there_may_be_rows_is_measured_up_to_these() -> None:

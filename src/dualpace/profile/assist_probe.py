@@ -11,16 +11,13 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from dualpace.core.plan import Batch, Executor
 from dualpace.policy.cost_model import Point, Whole
 from dualpace.profile.beside import DEPTH, Beside, busy_beside, decodes_in
 from dualpace.profile.probes import Room, make_batch, probe
 
-ROWS = (2, 8, 32, 64, 128, 256)  # fewer than two are no two halves
-# Tokens of all rows; the longest two that fit.
-CONTEXTS = (512, 2048, 8192, 32_768, 131_072, 524_288)
+ROWS = (2, 64, 128, 32, 8)  # beside the most, in the order of what they tell; one has no halves
 REPEATS = 2  # of an iteration, beside the first
 MOST_REPEATS = 7  # while they take less than QUICK together: one hiccup weighs the more
 QUICK = 0.2  # seconds
@@ -44,47 +41,20 @@ def probe_assists(
     the GPU's part of an iteration of so many rows, when it waits for nobody and nothing runs
     beside. Raises what a step raises.
     """
-    measure = _Probe(gpu, cpu, host_room, clock, clock() + seconds)
+    measure = _Probe(gpu, cpu, gpu_room, host_room, dense_seconds, clock, clock() + seconds)
     most = min(host_room.max_rows, host_room.pages)
-    sizes = [most, *(rows for rows in reversed(ROWS) if rows < most)]
-    sizes.insert(1, sizes.pop())
-    decodes = decodes_in(gpu_room)
-    prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
-    quiet_decode, quiet_prompt = (
-        0.0 if batch is None else measure.quiet_step(batch) for batch in (decodes, prompts)
-    )
-    for number, rows in enumerate(sizes):
-        if number > 1 and measure.late:
+    sizes = [most, *(rows for rows in ROWS if rows < most)]
+    needed, others = sizes[:2], sizes[2:]
+    for rows in needed:
+        yield from measure.beside_decodes(rows)
+    for part, rows in (
+        *((measure.beside_prompts, rows) for rows in needed),
+        *((measure.beside_decodes, rows) for rows in others),
+        *((measure.beside_prompts, rows) for rows in others),
+    ):
+        if measure.late:
             return
-        whole = measure.shortest(rows, "assisted")
-        # What rows cost the CPU that attend to a token each, and the rest, when nothing is beside.
-        host = max(0.0, whole - dense_seconds(rows))
-        dense = whole - host
-        yield Point("cpu_attention", rows, 0, host)
-        two = measure.shortest(rows, "assisted2")
-        stolen = stolen2 = 0.0
-        if decodes is not None:
-            beside, stolen = measure.iteration_beside(decodes, quiet_decode, rows, "assisted")
-            dense = max(dense, beside - host)
-            two, stolen2 = measure.iteration_beside(decodes, quiet_decode, rows, "assisted2")
-        yield Point("assist", rows, 0, dense)
-        yield Point("assist_stolen", rows, 0, stolen)
-        yield Point("assist2", rows, 0, two)
-        yield Point("assist2_stolen", rows, 0, stolen2)
-        if prompts is not None and not measure.late:
-            beside, stolen = measure.iteration_beside(prompts, quiet_prompt, rows, "assisted")
-            yield Point("assist_beside_prefill", rows, 0, max(0.0, beside - host))
-            yield Point("assist_stolen_beside_prefill", rows, 0, stolen)
-            two, stolen2 = measure.iteration_beside(prompts, quiet_prompt, rows, "assisted2")
-            yield Point("assist2_beside_prefill", rows, 0, two)
-            yield Point("assist2_stolen_beside_prefill", rows, 0, stolen2)
-        fitting = [context for context in CONTEXTS if context <= host_room.longest(rows)]
-        for place, context in enumerate(fitting[-2:]):
-            if place and measure.late:
-                break
-            # Beside decodes: these use the host's cores and memory, too.
-            if (longer := measure.iteration(rows, context, beside=decodes)) is not None:
-                yield Point("cpu_attention", rows, context, max(host, longer - dense))
+        yield from part(rows)
 
 
 def probe_assisted(
@@ -103,50 +73,105 @@ def probe_assisted(
         yield from probe(operation, cpu, host_room, seconds, clock, points)
 
 
-@dataclass(frozen=True)
 class _Probe:
-    gpu: Executor
-    cpu: Executor
-    room: Room
-    clock: Callable[[], float]
-    deadline: float
+    def __init__(
+        self,
+        gpu: Executor,
+        cpu: Executor,
+        gpu_room: Room,
+        host_room: Room,
+        dense_seconds: Callable[[int], float],
+        clock: Callable[[], float],
+        deadline: float,
+    ) -> None:
+        self._gpu = gpu
+        self._cpu = cpu
+        self._room = host_room
+        self._dense_seconds = dense_seconds
+        self._clock = clock
+        self._deadline = deadline
+        self._host: dict[int, float] = {}  # by rows: what they cost the CPU that attend to nothing
+        self._decodes = decodes_in(gpu_room)
+        self._prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
+        self._quiet_decode = self._quiet_step(self._decodes)
+        self._quiet_prompt = self._quiet_step(self._prompts)
 
     @property
     def late(self) -> bool:
-        return self.clock() >= self.deadline
+        return self._clock() >= self._deadline
 
-    def quiet_step(self, batch: Batch) -> float:
+    def beside_decodes(self, rows: int) -> Iterator[Point]:
+        """The CPU's part, the GPU's, and what this takes from decodes."""
+        whole, two = self._shortest(rows, "assisted"), self._shortest(rows, "assisted2")
+        host = self._host[rows] = max(0.0, whole - self._dense_seconds(rows))
+        yield Point("cpu_attention", rows, 0, host)
+        dense, stolen, stolen2 = whole - host, 0.0, 0.0
+        with self._beside(self._decodes) as steps:
+            if steps is not None:
+                quiet = self._quiet_decode
+                beside, stolen = self._shortest_beside(steps, quiet, rows, "assisted")
+                dense = max(dense, beside - host)
+                two, stolen2 = self._shortest_beside(steps, quiet, rows, "assisted2")
+            yield Point("assist", rows, 0, dense)
+            yield Point("assist_stolen", rows, 0, stolen)
+            yield Point("assist2", rows, 0, two)
+            yield Point("assist2_stolen", rows, 0, stolen2)
+            # Beside decodes as well, which use the host's cores and memory. The longest comes
+            # first: a short one is read from caches.
+            longest = self._room.longest(rows)
+            for context in (longest, longest // 4):
+                longer = self._iteration(rows, context, "assisted")
+                if longer is not None:
+                    yield Point("cpu_attention", rows, context, max(host, longer - dense))
+                if self.late:
+                    return
+
+    def beside_prompts(self, rows: int) -> Iterator[Point]:
+        """What beside prompts is not as `beside_decodes` has found it for so many rows."""
+        with self._beside(self._prompts) as steps:
+            if steps is None:
+                return
+            quiet = self._quiet_prompt
+            beside, stolen = self._shortest_beside(steps, quiet, rows, "assisted")
+            yield Point("assist_beside_prefill", rows, 0, max(0.0, beside - self._host[rows]))
+            yield Point("assist_stolen_beside_prefill", rows, 0, stolen)
+            two, stolen2 = self._shortest_beside(steps, quiet, rows, "assisted2")
+            yield Point("assist2_beside_prefill", rows, 0, two)
+            yield Point("assist2_stolen_beside_prefill", rows, 0, stolen2)
+
+    def _quiet_step(self, batch: Batch | None) -> float:
         """Seconds of a GPU step with no assist beside."""
-        with Beside(self.gpu, batch, self.clock) as steps:
-            time.sleep(min(QUIET_S, max(0.0, self.deadline - self.clock()) / 20))
+        with self._beside(batch) as steps:
+            if steps is None:
+                return 0.0
+            time.sleep(min(QUIET_S, max(0.0, self._deadline - self._clock()) / 20))
         return statistics.median(steps.times[DEPTH:] or steps.times)
 
-    def shortest(self, rows: int, operation: Whole) -> float:
+    @contextlib.contextmanager
+    def _beside(self, batch: Batch | None) -> Iterator[Beside | None]:
+        """With the GPU's steps of a batch under way, if there is one."""
+        if batch is None:
+            yield None
+            return
+        with Beside(self._gpu, batch, self._clock) as steps:
+            yield steps
+
+    def _shortest(self, rows: int, operation: Whole) -> float:
         """Seconds of one that attends to next to nothing: a token a row."""
-        seconds = self.iteration(rows, rows, operation)
+        seconds = self._iteration(rows, rows, operation)
         assert seconds is not None
         return seconds
 
-    def iteration(
-        self,
-        rows: int,
-        context: int,
-        operation: Whole = "assisted",
-        beside: Batch | None = None,
-    ) -> float | None:
-        """Seconds of one, the median of a few (of two the lesser), beside the GPU's steps of a
-        batch if there is one; None if there is no room for it."""
-        batch = make_batch(operation, rows, context, self.room)
+    def _iteration(self, rows: int, context: int, operation: Whole) -> float | None:
+        """Seconds of one, the median of a few (of two the lesser); None if there is no room."""
+        batch = make_batch(operation, rows, context, self._room)
         if batch is None:
             return None
         times: list[float] = []
-        with contextlib.ExitStack() as stack:
-            if beside is not None:
-                stack.enter_context(Beside(self.gpu, beside, self.clock))
-            while self._goes_on(times):
-                start = self.clock()
-                self.cpu.launch(batch).result()
-                times.append(self.clock() - start)
+        while self._goes_on(times):
+            start = self._clock()
+            self._cpu.launch(batch).result()
+            times.append(self._clock() - start)
         # The first one warms up; of two, one may have been held up.
         return statistics.median_low(times[1:])
 
@@ -157,16 +182,15 @@ class _Probe:
         most = MOST_REPEATS if sum(times[1:]) < QUICK else REPEATS
         return not self.late and len(times) <= most
 
-    def iteration_beside(
-        self, batch: Batch, quiet: float, rows: int, operation: Whole
+    def _shortest_beside(
+        self, steps: Beside, quiet: float, rows: int, operation: Whole
     ) -> tuple[float, float]:
         """Seconds of the shortest, and how many of these the GPU's steps beside it, which take
         `quiet` seconds by themselves, have lost."""
-        with Beside(self.gpu, batch, self.clock) as steps:
-            before = len(steps.times)
-            wholes = [self.shortest(rows, operation)]
-            while len(steps.times) < before + STEPS and steps.running and not self.late:
-                wholes.append(self.shortest(rows, operation))
-            beside = steps.times[before:] or steps.times
+        before = len(steps.times)
+        wholes = [self._shortest(rows, operation)]
+        while len(steps.times) < before + STEPS and steps.running and not self.late:
+            wholes.append(self._shortest(rows, operation))
+        beside = steps.times[before:] or steps.times
         whole = statistics.median(wholes)
         return whole, whole * max(0.0, 1.0 - quiet / statistics.fmean(beside))
