@@ -149,11 +149,8 @@ class EngineLoop:
             batch, ticket = self.steps.popleft()
             start = self._under_way.pop(ticket)
             if self.timeline:
-                self.timeline.add(
-                    "steps", f"step {batch.number}", start.time, self.clock(),
-                    rows=len(batch.rows), tokens=batch.num_tokens,
-                    host_rows=sum(row.tier == "host" for row in batch.rows),
-                )  # fmt: skip
+                name, end = f"step {batch.number}", self.clock()
+                self.timeline.add("steps", name, start.time, end, **_facts(batch))
             try:
                 result = ticket.result()
             except FatalEngineError:
@@ -182,3 +179,16 @@ class EngineLoop:
     def emit(self) -> None:
         for to, message in self.scheduler.take_messages():
             self.port.send(to, message)
+
+
+def _facts(batch: Batch) -> dict[str, int | str]:
+    """What decides how long a step takes. context: positions that all rows attend to together;
+    chunks: of prompts, tokens + those computed before."""
+    chunks = [f"{len(row.tokens)}+{row.start}" for row in batch.rows if len(row.tokens) > 1]
+    return {
+        "rows": len(batch.rows),
+        "tokens": batch.num_tokens,
+        "context": sum(row.end for row in batch.rows),
+        "host_rows": sum(row.tier == "host" for row in batch.rows),
+        "chunks": " ".join(chunks),
+    }

@@ -81,6 +81,19 @@ def test_a_corner_that_nobody_measured_is_marked() -> None:
     assert surface.at(2, 200).extrapolated
 
 
+@pytest.mark.parametrize("lone", [1, 4, 8])
+def test_a_size_of_which_a_single_context_was_measured_grows_as_its_neighbours(lone: int) -> None:
+    def truth(x: float, y: float) -> float:
+        return 3.0 + 2.0 * x + 0.5 * y + 0.25 * min(max(x, 2), 6) * y
+
+    others = [x for x in (1, 2, 4, 6, 8) if x != lone]
+    points = [(x, y, truth(x, y)) for x in others for y in (0, 10, 50)]
+    surface = Surface([*points, (lone, 0, truth(lone, 0))])
+    assert surface.at(lone, 0) == (pytest.approx(truth(lone, 0)), False)
+    for y in (10, 30, 50):
+        assert surface.at(lone, y) == (pytest.approx(truth(lone, y)), True)
+
+
 def test_noise_is_evened_out_half_way() -> None:
     noisy, quiet = (1.0, 3.0, 2.0), (1.0, 5.0, 5.0)
     surface = Surface([(x, y, z[y]) for x, z in enumerate((noisy, quiet)) for y in range(3)])

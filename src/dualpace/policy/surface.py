@@ -38,7 +38,8 @@ class Surface:
         z = np.full((len(self._x), len(self._y)), np.nan)
         for x, y, value in points:
             z[self._x.index(x), self._y.index(y)] = value
-        z, known = _complete(_even_out(z), np.array(self._y, np.float64))
+        axes = np.array(self._x, np.float64), np.array(self._y, np.float64)
+        z, known = _complete(_even_out(z), *axes)
         # The running maximum keeps the slopes beyond an edge from crossing along the other axis.
         beyond_x = np.maximum.accumulate((z[-1] - z[-2]) / (self._x[-1] - self._x[-2]))
         beyond_y = np.maximum.accumulate((z[:, -1] - z[:, -2]) / (self._y[-1] - self._y[-2]))
@@ -110,14 +111,15 @@ def _running_max(z: Floats) -> Floats:
     return largest
 
 
-def _complete(z: Floats, y: Floats) -> tuple[Floats, npt.NDArray[Any]]:
+def _complete(z: Floats, x: Floats, y: Floats) -> tuple[Floats, npt.NDArray[Any]]:
     """Fill the NaN of a monotone table along its rows, and say which cells measurements surround.
 
     A batch of few rows cannot have a long context, nor a batch of many rows a short one, so no
-    measured table is full.
+    measured table is full. A row of a single cell grows along y as its neighbours do.
     """
     raw = np.empty_like(z)
     known = np.zeros(z.shape, bool)
+    lone = []
     for row, values in enumerate(z):
         at = np.flatnonzero(~np.isnan(values))
         first, last = at[0], at[-1]
@@ -125,6 +127,13 @@ def _complete(z: Floats, y: Floats) -> tuple[Floats, npt.NDArray[Any]]:
         if len(at) > 1:
             slope = (values[last] - values[at[-2]]) / (y[last] - y[at[-2]])
             raw[row] += slope * np.maximum(0.0, y - y[last])
+        else:
+            lone.append((row, first))
         known[row, first : last + 1] = True
+    others = np.delete(np.arange(len(x)), [row for row, _ in lone])
+    for row, at in lone if len(others) else ():
+        for column in range(at + 1, len(y)):
+            growth = raw[others, column] - raw[others, at]
+            raw[row, column] += np.interp(x[row], x[others], growth)
     # Within what is measured around it; the running maximum leaves measured cells alone.
     return _running_max(np.clip(raw, _at_least(z), _at_most(z))), known
