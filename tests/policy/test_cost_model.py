@@ -42,8 +42,10 @@ def test_what_assists_take_from_prompts_follows_how_slow_they_are_there_until_it
     for costs, taken in ((guessed, 0.025), (measured, 0.04)):
         for share in (0.0, 0.5, 1.0):
             expected = 0.01 + share * (taken - 0.01)
-            assert costs.assist_stolen(30, share).seconds == pytest.approx(30 * expected)
-            assert costs.assist_stolen(60, share, slots=2).seconds == pytest.approx(60 * expected)
+            assert costs.assist_stolen(30, 20_000, share).seconds == pytest.approx(30 * expected)
+            assert costs.assist_stolen(60, 40_000, share, slots=2).seconds == pytest.approx(
+                60 * expected
+            )
 
 
 def test_an_operation_with_too_few_points_is_refused_by_name() -> None:

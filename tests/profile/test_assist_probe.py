@@ -81,7 +81,7 @@ def test_dense_work_and_attention_come_apart_and_every_route_can_be_judged() -> 
     assert runnable(costs, ("assist", "assist2")) == ("assist", "assist2")
     for rows in (8, 32, 64):
         assert costs.assist(rows, 0.0).seconds == pytest.approx(gpu_part(rows))
-        assert costs.assist_stolen(rows, 1.0).seconds == 0.0
+        assert costs.assist_stolen(rows, 0, 1.0).seconds == 0.0
         # What is measured for no context attends to a token a row.
         assert costs.cpu_attention(rows, 32_768).seconds == pytest.approx(
             2.0**-11 * rows + 2.0**-20 * 32_768, abs=2.0**-20 * rows
@@ -165,14 +165,17 @@ def test_attention_takes_as_long_as_it_does_beside_the_steps_of_the_gpu() -> Non
 def test_what_assists_take_is_told_apart_by_whether_decodes_or_prompts_are_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decodes take a quarter longer meanwhile, prompts twice as long."""
+    """Decodes take a quarter longer meanwhile, prompts twice as long, or four times beside those of
+    long contexts."""
     monkeypatch.setattr(assist_probe, "QUIET_S", 0.02)
     now, end, ended = 0.0, -1.0, threading.Event()  # of the iteration under way
+    long = False  # its context
 
     class SlowedGpu(CpuEngine):
         def launch(self, batch: Batch) -> Future[StepResult]:
             nonlocal now
-            seconds, slowed = (0.02, 2.0) if len(batch.rows) == 1 else (0.01, 1.25)
+            prompts = 4.0 if long else 2.0
+            seconds, slowed = (0.02, prompts) if len(batch.rows) == 1 else (0.01, 1.25)
             now += seconds * (slowed if now < end else 1.0)
             if now >= end:
                 ended.set()
@@ -185,7 +188,8 @@ def test_what_assists_take_is_told_apart_by_whether_decodes_or_prompts_are_besid
         """Of iterations that take a second; with nothing beside, time passes in them alone."""
 
         def launch(self, batch: Batch) -> Future[StepResult]:
-            nonlocal now, end
+            nonlocal now, end, long
+            long = sum(row.end for row in batch.rows) > 1000
             end = now + 1.0
             ended.clear()
             before = now
@@ -201,9 +205,15 @@ def test_what_assists_take_is_told_apart_by_whether_decodes_or_prompts_are_besid
 
     costs = TableCostModel(probe_assists(SlowedGpu(), Cpu(), GPU, HOST, gpu_part, 1e9, clock))
     for slots in (1, 2):
-        assert costs.assist_stolen(64, 0.0, slots).seconds == pytest.approx(0.2, rel=0.1)
-        assert costs.assist_stolen(64, 1.0, slots).seconds == pytest.approx(0.5, rel=0.1)
-        assert costs.assist_stolen(64, 0.5, slots).seconds == pytest.approx(0.35, rel=0.1)
+        assert costs.assist_stolen(64, 0, 0.0, slots).seconds == pytest.approx(0.2, rel=0.1)
+        assert costs.assist_stolen(64, 0, 1.0, slots).seconds == pytest.approx(0.5, rel=0.1)
+        assert costs.assist_stolen(64, 0, 0.5, slots).seconds == pytest.approx(0.35, rel=0.1)
+        assert costs.assist_stolen(64, HOST.longest(64), 0.0, slots).seconds == pytest.approx(
+            0.2, rel=0.1
+        )
+        for rows in (2, 64):  # two rows cannot have that many tokens
+            taken = costs.assist_stolen(rows, HOST.longest(64), 1.0, slots)
+            assert taken.seconds == pytest.approx(0.75, rel=0.1)
 
 
 def test_in_a_hurry_what_every_route_needs_is_measured_all_the_same() -> None:

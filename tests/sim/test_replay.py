@@ -49,7 +49,9 @@ class KnownCosts:
     def assist(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
         return Estimate(0.02 * slots * (1 + prefill_share), False)
 
-    def assist_stolen(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
+    def assist_stolen(
+        self, rows: int, context: int, prefill_share: float, slots: int = 1
+    ) -> Estimate:
         return Estimate(0.008 * slots * (1 + prefill_share), False)
 
     def covers(self, *operations: Operation) -> bool:

@@ -28,8 +28,9 @@ OPERATIONS: tuple[Step, ...] = get_args(Step)  # what an engine can be asked to 
 PARTS: tuple[Part, ...] = get_args(Part)  # of a CPU iteration whose dense work the GPU does
 # What such parts must add up to, by the route that has them: measured to check a profile.
 WHOLES: dict[Operation, Route] = {"assisted": "assist", "assisted2": "assist2"}
-# Dense work does not depend on the context: these are measured by rows alone, at context 0.
-LINES: frozenset[Operation] = frozenset(PARTS[1:])
+# Dense work does not depend on the context: measured by rows alone, at context 0, but for what it
+# takes from prompts.
+GPU_PARTS: frozenset[Operation] = frozenset(PARTS[1:])
 
 MOST_STOLEN = 0.9  # of the GPU's time: assists leave it some of it
 MAX_SIZE = 10**12  # tokens or rows: sums of them stay exact in float64
@@ -73,8 +74,11 @@ class CostModel(Protocol):
         of both halves, while the CPU attends to next to nothing in between."""
         ...
 
-    def assist_stolen(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
-        """By how much such dense work delays the GPU's own steps."""
+    def assist_stolen(
+        self, rows: int, context: int, prefill_share: float, slots: int = 1
+    ) -> Estimate:
+        """By how much such dense work delays the GPU's own steps, where the rows attend to
+        `context` positions in total: prompts lose the more, the longer they are interrupted for."""
         ...
 
     def covers(self, *operations: Operation) -> bool:
@@ -147,12 +151,13 @@ def cpu_step(
     return Estimate(seconds, attention.extrapolated or dense.extrapolated)
 
 
-def stolen(costs: CostModel, route: Route, rows: int, prefill_share: float) -> float:
+def stolen(costs: CostModel, route: Route, rows: int, context: int, prefill_share: float) -> float:
     """GPU seconds that a CPU iteration by `route` takes from the GPU's own steps, which spend
     `prefill_share` of their time on prompts."""
     if route == "local":
         return 0.0
-    return costs.assist_stolen(rows, prefill_share, slots=2 if route == "assist2" else 1).seconds
+    slots = 2 if route == "assist2" else 1
+    return costs.assist_stolen(rows, context, prefill_share, slots).seconds
 
 
 def stolen_share(
@@ -161,7 +166,8 @@ def stolen_share(
     """The part of the GPU's time that CPU iterations by `route` take, one after the other; at most
     `MOST_STOLEN`."""
     seconds = cpu_step(costs, route, rows, context, prefill_share).seconds
-    return min(stolen(costs, route, rows, prefill_share) / max(seconds, 1e-9), MOST_STOLEN)
+    taken = stolen(costs, route, rows, context, prefill_share)
+    return min(taken / max(seconds, 1e-9), MOST_STOLEN)
 
 
 # By slots; beside decodes, beside prompts.
@@ -184,8 +190,11 @@ class TableCostModel:
         points = list(points)
         for point in (*points, *_stolen_from_prompts(points)):
             by_operation[point.operation].append(point)
-            if point.operation in LINES:  # a surface that is level along the context
-                by_operation[point.operation].append(msgspec.structs.replace(point, context=1))
+        for operation in by_operation.keys() & GPU_PARTS:
+            measured = by_operation[operation]
+            if not any(point.context for point in measured):  # level, however long the context
+                level = [msgspec.structs.replace(point, context=MAX_SIZE) for point in measured]
+                measured += level
         self._surfaces = {
             operation: Surface([(p.size, p.context, p.seconds) for p in measured])
             for operation, measured in by_operation.items()
@@ -207,22 +216,24 @@ class TableCostModel:
     def assist(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
         if slots == 2 and "assist2" not in self._surfaces:
             return _twice(self.assist(-(-rows // 2), prefill_share))
-        return self._line(_ASSISTS[slots], rows, prefill_share)
+        return self._between(_ASSISTS[slots], rows, 0, prefill_share)
 
-    def assist_stolen(self, rows: int, prefill_share: float, slots: int = 1) -> Estimate:
+    def assist_stolen(
+        self, rows: int, context: int, prefill_share: float, slots: int = 1
+    ) -> Estimate:
         if slots == 2 and "assist2_stolen" not in self._surfaces:
-            return _twice(self.assist_stolen(-(-rows // 2), prefill_share))
-        return self._line(_STOLEN[slots], rows, prefill_share)
+            return _twice(self.assist_stolen(-(-rows // 2), context // 2, prefill_share))
+        return self._between(_STOLEN[slots], rows, context, prefill_share)
 
-    def _line(
-        self, names: tuple[Operation, Operation], rows: int, prefill_share: float
+    def _between(
+        self, names: tuple[Operation, Operation], rows: int, context: int, prefill_share: float
     ) -> Estimate:
         """Between what it is beside decodes and what it is beside prompts, which is no less, and
         the same where that was not measured."""
         decodes, prompts = names
-        seconds, extrapolated = self._surface(decodes).at(rows, 0)
+        seconds, extrapolated = self._surface(decodes).at(rows, context)
         if prefill_share and prompts in self._surfaces:
-            slowed = self._surface(prompts).at(rows, 0)
+            slowed = self._surface(prompts).at(rows, context)
             seconds += prefill_share * max(0.0, slowed.seconds - seconds)
             extrapolated = extrapolated or slowed.extrapolated
         return Estimate(seconds, extrapolated)

@@ -65,7 +65,7 @@ class HostRules:
         M - G·v of its M tokens.
         """
         seconds = max(self.seconds(route, rows, context, prefill_share), 1e-9)
-        taken = stolen(self.costs, route, rows, prefill_share)
+        taken = stolen(self.costs, route, rows, context, prefill_share)
         return (rows - taken * token_rate) / seconds, seconds
 
     def quickest(self, rows: int, context: int, prefill_share: float = 0.0) -> float:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from dualpace.core.plan import Batch, Executor
-from dualpace.policy.cost_model import Point, Whole
+from dualpace.policy.cost_model import Part, Point, Whole
 from dualpace.profile.beside import DEPTH, Beside, busy_beside, decodes_in
 from dualpace.profile.probes import Room, make_batch, probe
 
@@ -23,6 +23,11 @@ MOST_REPEATS = 7  # while they take less than QUICK together: one hiccup weighs 
 QUICK = 0.2  # seconds
 STEPS = 4  # of the GPU's that an iteration is measured beside, or more
 QUIET_S = 1.0  # of such steps with nothing beside
+# What an iteration is, beside prompts, and what it takes from them.
+BESIDE_PROMPTS: dict[Whole, tuple[Part, Part]] = {
+    "assisted": ("assist_beside_prefill", "assist_stolen_beside_prefill"),
+    "assisted2": ("assist2_beside_prefill", "assist2_stolen_beside_prefill"),
+}
 
 
 def probe_assists(
@@ -90,6 +95,7 @@ class _Probe:
         self._dense_seconds = dense_seconds
         self._clock = clock
         self._deadline = deadline
+        self._most_context = host_room.longest(min(host_room.max_rows, host_room.pages))
         self._host: dict[int, float] = {}  # by rows: what they cost the CPU that attend to nothing
         self._decodes = decodes_in(gpu_room)
         self._prompts = make_batch("gpu_prefill", gpu_room.max_tokens, 0, gpu_room)
@@ -102,16 +108,17 @@ class _Probe:
 
     def beside_decodes(self, rows: int) -> Iterator[Point]:
         """The CPU's part, the GPU's, and what this takes from decodes."""
-        whole, two = self._shortest(rows, "assisted"), self._shortest(rows, "assisted2")
+        # The shortest attend to a token a row, which is next to nothing.
+        whole, two = (self._iteration(rows, rows, operation) for operation in BESIDE_PROMPTS)
         host = self._host[rows] = max(0.0, whole - self._dense_seconds(rows))
         yield Point("cpu_attention", rows, 0, host)
         dense, stolen, stolen2 = whole - host, 0.0, 0.0
         with self._beside(self._decodes) as steps:
             if steps is not None:
                 quiet = self._quiet_decode
-                beside, stolen = self._shortest_beside(steps, quiet, rows, "assisted")
+                beside, stolen = self._iteration_beside(steps, quiet, rows, rows, "assisted")
                 dense = max(dense, beside - host)
-                two, stolen2 = self._shortest_beside(steps, quiet, rows, "assisted2")
+                two, stolen2 = self._iteration_beside(steps, quiet, rows, rows, "assisted2")
             yield Point("assist", rows, 0, dense)
             yield Point("assist_stolen", rows, 0, stolen)
             yield Point("assist2", rows, 0, two)
@@ -120,24 +127,29 @@ class _Probe:
             # first: a short one is read from caches.
             longest = self._room.longest(rows)
             for context in (longest, longest // 4):
-                longer = self._iteration(rows, context, "assisted")
-                if longer is not None:
+                if context > rows:
+                    longer = self._iteration(rows, context, "assisted")
                     yield Point("cpu_attention", rows, context, max(host, longer - dense))
                 if self.late:
                     return
 
     def beside_prompts(self, rows: int) -> Iterator[Point]:
         """What beside prompts is not as `beside_decodes` has found it for so many rows."""
+        longest = self._room.longest(rows)
         with self._beside(self._prompts) as steps:
             if steps is None:
                 return
             quiet = self._quiet_prompt
-            beside, stolen = self._shortest_beside(steps, quiet, rows, "assisted")
-            yield Point("assist_beside_prefill", rows, 0, max(0.0, beside - self._host[rows]))
-            yield Point("assist_stolen_beside_prefill", rows, 0, stolen)
-            two, stolen2 = self._shortest_beside(steps, quiet, rows, "assisted2")
-            yield Point("assist2_beside_prefill", rows, 0, two)
-            yield Point("assist2_stolen_beside_prefill", rows, 0, stolen2)
+            for operation, (assist, taken) in BESIDE_PROMPTS.items():
+                seconds, stolen = self._iteration_beside(steps, quiet, rows, rows, operation)
+                host = self._host[rows] if operation == "assisted" else 0.0
+                yield Point(assist, rows, 0, max(0.0, seconds - host))
+                yield Point(taken, rows, 0, stolen)
+                # A prompt loses more by an assist now and then than by each of many in a row. Of a
+                # context that is short whatever is measured says nothing about a long one.
+                if rows < longest >= self._most_context / 2 and not self.late:
+                    _, stolen = self._iteration_beside(steps, quiet, rows, longest, operation)
+                    yield Point(taken, rows, longest, stolen)
 
     def _quiet_step(self, batch: Batch | None) -> float:
         """Seconds of a GPU step with no assist beside."""
@@ -156,17 +168,10 @@ class _Probe:
         with Beside(self._gpu, batch, self._clock) as steps:
             yield steps
 
-    def _shortest(self, rows: int, operation: Whole) -> float:
-        """Seconds of one that attends to next to nothing: a token a row."""
-        seconds = self._iteration(rows, rows, operation)
-        assert seconds is not None
-        return seconds
-
-    def _iteration(self, rows: int, context: int, operation: Whole) -> float | None:
-        """Seconds of one, the median of a few (of two the lesser); None if there is no room."""
+    def _iteration(self, rows: int, context: int, operation: Whole) -> float:
+        """Seconds of one for which there is room, the median of a few (of two the lesser)."""
         batch = make_batch(operation, rows, context, self._room)
-        if batch is None:
-            return None
+        assert batch is not None
         times: list[float] = []
         while self._goes_on(times):
             start = self._clock()
@@ -182,15 +187,15 @@ class _Probe:
         most = MOST_REPEATS if sum(times[1:]) < QUICK else REPEATS
         return not self.late and len(times) <= most
 
-    def _shortest_beside(
-        self, steps: Beside, quiet: float, rows: int, operation: Whole
+    def _iteration_beside(
+        self, steps: Beside, quiet: float, rows: int, context: int, operation: Whole
     ) -> tuple[float, float]:
-        """Seconds of the shortest, and how many of these the GPU's steps beside it, which take
-        `quiet` seconds by themselves, have lost."""
+        """Seconds of one, and how many of these the GPU's steps beside it, which take `quiet`
+        seconds by themselves, have lost."""
         before = len(steps.times)
-        wholes = [self._shortest(rows, operation)]
+        wholes = [self._iteration(rows, context, operation)]
         while len(steps.times) < before + STEPS and steps.running and not self.late:
-            wholes.append(self._shortest(rows, operation))
+            wholes.append(self._iteration(rows, context, operation))
         beside = steps.times[before:] or steps.times
         whole = statistics.median(wholes)
         return whole, whole * max(0.0, 1.0 - quiet / statistics.fmean(beside))

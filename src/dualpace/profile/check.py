@@ -49,17 +49,17 @@ def predict(costs: TableCostModel, point: Point) -> Estimate:
         case "assist_beside_prefill":
             return costs.assist(point.size, 1.0)
         case "assist_stolen":
-            return costs.assist_stolen(point.size, 0.0)
+            return costs.assist_stolen(point.size, point.context, 0.0)
         case "assist_stolen_beside_prefill":
-            return costs.assist_stolen(point.size, 1.0)
+            return costs.assist_stolen(point.size, point.context, 1.0)
         case "assist2":
             return costs.assist(point.size, 0.0, slots=2)
         case "assist2_beside_prefill":
             return costs.assist(point.size, 1.0, slots=2)
         case "assist2_stolen":
-            return costs.assist_stolen(point.size, 0.0, slots=2)
+            return costs.assist_stolen(point.size, point.context, 0.0, slots=2)
         case "assist2_stolen_beside_prefill":
-            return costs.assist_stolen(point.size, 1.0, slots=2)
+            return costs.assist_stolen(point.size, point.context, 1.0, slots=2)
         case "assisted" | "assisted2":
             route = WHOLES[point.operation]
             return cpu_step(costs, route, point.size, point.context, prefill_share=0.0)

@@ -10,13 +10,13 @@ import msgspec
 
 from dualpace.core.config import format_size, parse_size
 from dualpace.core.errors import ConfigError
-from dualpace.policy.cost_model import LINES, Operation
+from dualpace.policy.cost_model import GPU_PARTS, Operation
 from dualpace.profile.table import Profile
 
 # What gets faster with each of them.
 FASTER: dict[str, tuple[Operation, ...]] = {
     "host_bandwidth": ("cpu_iteration", "cpu_attention"),
-    "gpu_bandwidth": ("gpu_decode", *LINES),
+    "gpu_bandwidth": ("gpu_decode", *GPU_PARTS),
     "gpu_flops": ("gpu_prefill",),
 }
 MAX_FACTOR = 1e6  # and its inverse: no times of zero or infinity

@@ -109,7 +109,7 @@ class Durations:
         seconds = self._count(
             cpu_step(self._costs, batch.route, rows, context, self._prefill_share)
         )
-        self._owed = stolen(self._costs, batch.route, rows, self._prefill_share)
+        self._owed = stolen(self._costs, batch.route, rows, context, self._prefill_share)
         self._stolen_shares = (
             stolen_share(self._costs, batch.route, rows, context, 0.0),
             stolen_share(self._costs, batch.route, rows, context, 1.0),
