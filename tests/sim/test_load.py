@@ -10,7 +10,7 @@ from dualpace.core.sampling import DecodeParams
 from dualpace.policy.cost_model import Point, TableCostModel
 from dualpace.policy.dualpace import DualPacePolicy
 from dualpace.policy.host import HostRules
-from dualpace.scheduler.load import SECONDS, PrefillShare
+from dualpace.scheduler.load import SECONDS, StepLoad
 from dualpace.sim.world import Hardware, World
 
 DECODES, PROMPTS = 0.05, 0.4  # seconds of a step without prompts, and of one with some
@@ -18,23 +18,23 @@ DECODES, PROMPTS = 0.05, 0.4  # seconds of a step without prompts, and of one wi
 
 def test_steps_weigh_by_their_time_and_not_by_their_number() -> None:
     """Of 0.25 s, a step with prompts takes 0.2 and has them for three quarters of it."""
-    share = PrefillShare()
+    load = StepLoad()
     now, values = 0.0, []
     for number in range(0, 400, 2):
-        share.look(now)
-        share.launched(number, 0.75)
+        load.look(now)
+        load.launched(number, 0.75, 0.2)
         now += 0.2
-        share.ended(number)
-        share.look(now)
-        share.launched(number + 1, 0.0)
+        load.ended(number)
+        load.look(now)
+        load.launched(number + 1, 0.0, 0.05)
         now += 0.05
-        share.ended(number + 1)
-        values.append(share.value)
+        load.ended(number + 1)
+        values.append(load.prefill_share)
     assert values[-1] == pytest.approx(0.75 * 0.2 / 0.25, abs=0.05)
     assert max(values) - min(values[len(values) // 2 :]) < 0.1
-    share.look(now)
-    share.look(now + SECONDS)
-    assert share.value == pytest.approx(values[-1] / 2.718, rel=0.1)
+    load.look(now)
+    load.look(now + SECONDS)
+    assert load.prefill_share == pytest.approx(values[-1] / 2.718, rel=0.1)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -68,4 +68,4 @@ def test_a_step_counts_for_as_long_as_it_runs_also_if_another_one_is_planned_mea
     world.run(20.0)
     share = (1.0 - DECODES / PROMPTS) * spent[True] / (spent[True] + spent[False])
     assert 0.2 < share < 0.5
-    assert world.gpu_scheduler.prefill_share.value == pytest.approx(share, abs=0.08)
+    assert world.gpu_scheduler.load.prefill_share == pytest.approx(share, abs=0.08)

@@ -15,7 +15,7 @@ from dualpace.core.messages import CPU, AnyMessage, Handoff
 from dualpace.core.plan import Route
 from dualpace.core.request import RequestState
 from dualpace.core.sampling import DecodeParams
-from dualpace.policy.cost_model import TableCostModel
+from dualpace.policy.cost_model import Part, Point, TableCostModel
 from dualpace.policy.dualpace import DualPacePolicy
 from dualpace.policy.gpu_only import GpuOnlyPolicy
 from dualpace.policy.host import HostRules
@@ -133,6 +133,44 @@ def test_a_full_host_keeps_its_target_with_nobody_waiting_a_turn() -> None:
     assert itl.p99 is not None
     assert 0.8 * target < itl.p50
     assert itl.p99 < 1.2 * target
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_rows_on_the_gpu_keep_their_pace_whatever_assists_take_from_prompts(factor: float) -> None:
+    """So many times what the policy knows of."""
+    profile = open_profile("h200-llama-3.1-70b")
+    known = [p for p in profile.points if not p.operation.endswith("stolen_beside_prefill")]
+    beside: dict[str, Part] = {
+        "assist_stolen": "assist_stolen_beside_prefill",
+        "assist2_stolen": "assist2_stolen_beside_prefill",
+    }
+
+    def times(factor: float) -> list[Point]:
+        """What assists take from prompts as a multiple of what they take from decodes."""
+        taken = [p for p in known if p.operation in beside]
+        return [Point(beside[p.operation], p.size, 0, factor * p.seconds) for p in taken]
+
+    costs = TableCostModel([*known, *times(1.0)])
+    page = profile.fingerprint.page_tokens
+    load = arrive_at_once(CHAT.generate(500, seed=5))
+
+    def itl(policy: Policy) -> float:
+        """P99 of rows on the GPU, seconds."""
+        durations = Durations(
+            TableCostModel([*known, *times(factor)]),
+            profile.fingerprint.page_bytes, profile.copy_bandwidth,
+        )  # fmt: skip
+        pages = profile.host_kv_tokens // page if policy.uses_host else 0
+        hardware = durations.hardware(profile.gpu_kv_tokens // page, pages, page)
+        records = replay(load, hardware, policy, max_tokens=1024, max_concurrency=160, seconds=120)
+        window = summarize(records, (40.0, 120.0)).window
+        assert window is not None
+        p99 = window.itl_by_engine_s["gpu"].p99
+        assert p99 is not None
+        return p99
+
+    alone = itl(GpuOnlyPolicy())
+    assert itl(DualPacePolicy(256, HostRules(costs, 0.6, ALL[1:]))) < 1.1 * alone
 
 
 def test_a_host_that_is_hardly_used_costs_nothing() -> None:

@@ -33,9 +33,10 @@ class DualPacePolicy:
     """The product's policy.
 
     max_host_rows: bounds the requests of the CPU engine; host: bounds them by time as well, if
-    given; gpu_itl_target: seconds that a GPU step with decodes may take; by default, `TOLERATED`
-    times what the fullest one takes without assists: more than that they cost prompts, not rows,
-    as long as these keep `LEAST_CHUNK` of a step. With a target of their own they keep a page.
+    given; gpu_itl_target: seconds that a GPU step with decodes may take; by default, what the
+    fullest one takes without assists: where these take more than `TOLERATED` allows, they cost
+    prompts, not rows, as long as prompts keep `LEAST_CHUNK` of a step. With a target of their own
+    they keep a page.
     """
 
     uses_host = True
@@ -54,7 +55,8 @@ class DualPacePolicy:
         demote, preempt = self._relieve(view)
         leaving = {*demote, *preempt}
         decoding = [row for row in view.decoding if row.id not in leaving]
-        budget = self._budget(view, decoding)
+        left = self._left_by_assists(view)
+        budget = self._budget(view, decoding, left)
         unclaimed = budget - sum(row.remaining for row in view.prefilling)
 
         promote: list[str] = []
@@ -83,7 +85,7 @@ class DualPacePolicy:
 
         reserve = self._reserve(view, taken=set(admit), unclaimed=unclaimed)
         prefill = prefill_chunks((*view.prefilling, *admitted), budget, view.page_tokens)
-        token_rate, prefill_share = self._load(view, decoding, prefill)
+        token_rate, prefill_share, seconds = self._load(view, decoding, prefill)
         return GpuDecision(
             admit=tuple(admit),
             reserve=reserve,
@@ -93,6 +95,7 @@ class DualPacePolicy:
             prefill=prefill,
             token_rate=token_rate,
             prefill_share=prefill_share,
+            seconds=seconds / left,
         )
 
     def plan_cpu(self, view: CpuView) -> CpuDecision:
@@ -121,24 +124,33 @@ class DualPacePolicy:
         )
         return turn[:count], route
 
-    def _budget(self, view: GpuView, decoding: list[RowView]) -> int:
-        """Positions for prompts in the next step."""
+    def _left_by_assists(self, view: GpuView) -> float:
+        """The part of a prompt's time on the GPU that assists leave it, by the cost model."""
+        if self.host is None:
+            return 1.0
+        return 1.0 - self.host.share_stolen_from_prompts(view.host_rows, view.host_context)
+
+    def _budget(self, view: GpuView, decoding: list[RowView], left: float) -> int:
+        """Positions for prompts in the next step, of whose time `left` is the GPU's own."""
         budget = prefill_budget(view, len(decoding))
         if self.host is None or not decoding or not (view.prefilling or view.waiting):
             return budget
-        left = 1.0 - self.host.share_stolen_from_prompts(view.host_rows, view.host_context)
+        if left < 1.0:
+            # What assists really take shows in the steps that have just run.
+            left = min(1.0, left / view.overrun)
         if self.gpu_itl_target is not None:
             return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target, left)
         if left * TOLERATED >= 1.0:
             return budget
-        paced = paced_budget(view, decoding, budget, self.host.costs, None, left * TOLERATED)
+        paced = paced_budget(view, decoding, budget, self.host.costs, None, left)
         least = int(LEAST_CHUNK * budget) // view.page_tokens * view.page_tokens
         return max(paced, least)
 
     def _load(
         self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]
-    ) -> tuple[float, float]:
-        """Tokens that one more second of the GPU would yield, and the prompts' share of its step.
+    ) -> tuple[float, float, float]:
+        """Tokens that one more second of the GPU would yield, the prompts' share of its step, and
+        seconds of that without assists; zeros where there is no telling.
 
         Prompts are the GPU's whatever the host does, so that a second is worth what its decodes
         make of one, also while prompts keep it busy: N requests of p prefill seconds and d decode
@@ -147,7 +159,7 @@ class DualPacePolicy:
         """
         costs = None if self.host is None else self.host.costs
         if costs is None or not costs.covers("gpu_decode", "gpu_prefill"):
-            return 0.0, 0.0
+            return 0.0, 0.0, 0.0
         counts = dict(prefill)
         prompts = [row for row in (*view.prefilling, *view.waiting) if row.id in counts]
         chunks = [(counts[row.id], row.computed) for row in prompts]
@@ -156,9 +168,9 @@ class DualPacePolicy:
         step = steps.beside(chunks).seconds
         if rows:
             decodes = steps.decodes.seconds
-            return rows / decodes, max(0.0, 1.0 - decodes / step)
+            return rows / decodes, max(0.0, 1.0 - decodes / step), step
         first_tokens = sum(counts[row.id] == row.remaining for row in prompts)
-        return (first_tokens / step, 1.0) if prompts else (0.0, 0.0)
+        return (first_tokens / step, 1.0, step) if prompts else (0.0, 0.0, 0.0)
 
     def _relieve(self, view: GpuView) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Youngest rows to leave, until the others can grow: to demote where the host can take

@@ -39,7 +39,8 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     requests of the CPU engine; moving: rows under promotion, whose GPU pages are reserved;
     demoting_pages: GPU pages that rows under demotion will give back; host_rows, host_context:
     requests that are the CPU engine's or on their way there, and their tokens; prefill_share: part
-    of the GPU's last seconds that prompts have taken; pages_moving: GPU pages of rows whose KV is
+    of the GPU's last seconds that prompts have taken; overrun: seconds of the last steps with
+    prompts over those that were decided to be likely; pages_moving: GPU pages of rows whose KV is
     being copied to the GPU, where one scheduler owns both tiers.
     """
 
@@ -50,6 +51,7 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     max_tokens: int
     prefill_share: float = 0.0
+    overrun: float = 1.0
     decoding: tuple[RowView, ...] = ()
     prefilling: tuple[RowView, ...] = ()
     waiting: tuple[RowView, ...] = ()
@@ -71,9 +73,9 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     promote: host rows to recall; demote: rows to move to the host; preempt: rows to recompute
     later; prefill: (row, number of positions) of the next step. Rows left in `decoding` decode.
     token_rate: tokens that one more second of the GPU would yield; prefill_share: of the time of
-    the next step that prompts will take. Both tell what the CPU engine runs beside. gate: host rows
-    that decode in the first and in the second half of this step, where one scheduler owns both
-    tiers.
+    the next step that prompts will take. Both tell what the CPU engine runs beside. seconds: that
+    the next step is likely to take, 0 where that is not known. gate: host rows that decode in the
+    first and in the second half of this step, where one scheduler owns both tiers.
     """
 
     admit: tuple[str, ...] = ()
@@ -84,6 +86,7 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     prefill: tuple[tuple[str, int], ...] = ()
     token_rate: float = 0.0
     prefill_share: float = 0.0
+    seconds: float = 0.0
     gate: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 

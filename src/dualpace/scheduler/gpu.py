@@ -20,7 +20,7 @@ from dualpace.kv.ledger import TransferLedger
 from dualpace.kv.pages import PagePool, pages_for
 from dualpace.policy.view import GpuView, Policy, RowView
 from dualpace.scheduler.base import SchedulerBase
-from dualpace.scheduler.load import PrefillShare
+from dualpace.scheduler.load import StepLoad
 from dualpace.scheduler.moves import Mover
 from dualpace.scheduler.planned_row import by_arrival
 from dualpace.scheduler.rows import HOSTWARD, Phase, Row
@@ -61,7 +61,7 @@ class GpuScheduler(SchedulerBase):
         self.ledger = TransferLedger()
         self.mover = Mover(self)
         self.watchdog = Watchdog(self)
-        self.prefill_share = PrefillShare()
+        self.load = StepLoad()
 
     # -- drain -----------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class GpuScheduler(SchedulerBase):
     def plan(self, now: float) -> Batch | None:
         self.report_stats(now, len(self.rows) - len(self.queue), len(self.queue))
         self.watchdog.look(now)
-        self.prefill_share.look(now)
+        self.load.look(now)
         if not self.rows:
             return None
         by_phase = self._by_phase()
@@ -149,10 +149,10 @@ class GpuScheduler(SchedulerBase):
             self.admit(self.rows[request_id])
         for request_id in decision.reserve:
             self.mover.reserve(self.rows[request_id])
-        self.mover.tell_load(decision.token_rate, self.prefill_share.value)
+        self.mover.tell_load(decision.token_rate, self.load.prefill_share)
         batch = self.build(by_phase[Phase.DECODE], decision.prefill)
         if batch is not None:
-            self.prefill_share.launched(batch.number, decision.prefill_share)
+            self.load.launched(batch.number, decision.prefill_share, decision.seconds)
         return batch
 
     def _by_phase(self) -> dict[Phase, list[Row]]:
@@ -178,7 +178,8 @@ class GpuScheduler(SchedulerBase):
             pages_free=self.pool.free,
             max_rows=self.max_rows,
             max_tokens=self.step_tokens,
-            prefill_share=self.prefill_share.value,
+            prefill_share=self.load.prefill_share,
+            overrun=self.load.overrun,
             decoding=tuple(row.view() for row in by_phase[Phase.DECODE]),
             prefilling=tuple(row.view() for row in prefilling),
             waiting=tuple(self._placeable()),
@@ -301,7 +302,7 @@ class GpuScheduler(SchedulerBase):
 
     def _let_go(self, batch: Batch) -> None:
         self.step_ended(batch.number)
-        self.prefill_share.ended(batch.number)
+        self.load.ended(batch.number)
         for part in batch.rows:
             if part.tier == "host":
                 self.mover.land(part.request_id)
