@@ -72,6 +72,22 @@ def test_goes_on_linearly_beyond_the_points_and_says_so() -> None:
     assert surface.at(0.5, 20) == (pytest.approx(truth(1, 20)), True)  # held below the first
 
 
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("near", [1000, 1010, 1100, 1300])
+def test_points_that_are_close_to_each_other_tell_no_slope(near: int, seed: int) -> None:
+    """Noise of a few percent would make any slope of them."""
+    rng = np.random.default_rng(seed)
+    surface = Surface(
+        [
+            (x, y, (1.0 + 0.01 * x + 0.01 * y) * rng.uniform(0.95, 1.05))
+            for x, last in ((2, 1000), (16, near), (64, 1000))
+            for y in (0, 250, last)
+        ]
+    )
+    for x in (2, 8, 64):
+        assert surface.at(x, 3000).seconds == pytest.approx(31.0 + 0.01 * x, rel=0.2)
+
+
 def test_a_corner_that_nobody_measured_is_marked() -> None:
     """One row cannot have the context of many: that corner is filled, and known to be a guess."""
     points = [(1, 16, 1.0), (1, 64, 1.5), (4, 64, 2.0), (4, 256, 4.0), (4, 1024, 12.0)]

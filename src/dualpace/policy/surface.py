@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+FAR_ENOUGH = 0.75  # of the last coordinate: what is nearer to it tells no slope, but noise
 REMEMBERED_PLACES = 1024  # of a surface: far more than one step asks for
 
 
@@ -41,8 +42,9 @@ class Surface:
         axes = np.array(self._x, np.float64), np.array(self._y, np.float64)
         z, known = _complete(_even_out(z), *axes)
         # The running maximum keeps the slopes beyond an edge from crossing along the other axis.
-        beyond_x = np.maximum.accumulate((z[-1] - z[-2]) / (self._x[-1] - self._x[-2]))
-        beyond_y = np.maximum.accumulate((z[:, -1] - z[:, -2]) / (self._y[-1] - self._y[-2]))
+        i, j = _far_from_last(self._x), _far_from_last(self._y)
+        beyond_x = np.maximum.accumulate((z[-1] - z[i]) / (self._x[-1] - self._x[i]))
+        beyond_y = np.maximum.accumulate((z[:, -1] - z[:, j]) / (self._y[-1] - self._y[j]))
         # Plain lists: a simulation asks hundreds of thousands of times for one scalar.
         self._z: list[list[float]] = z.tolist()
         self._known: list[list[bool]] = known.tolist()
@@ -86,6 +88,11 @@ def _locate(nodes: list[float], value: float) -> tuple[int, float]:
     return cell, (value - low) / (high - low)
 
 
+def _far_from_last(nodes: Sequence[float] | Floats) -> int:
+    """Which of two or more ascending coordinates gives the slope at the last one."""
+    return max(0, int(np.searchsorted(nodes[:-1], FAR_ENOUGH * nodes[-1], side="right")) - 1)
+
+
 def _even_out(z: Floats) -> Floats:
     """Measured cells (the others are NaN) made monotone; those that are so already stay as is.
 
@@ -125,7 +132,8 @@ def _complete(z: Floats, x: Floats, y: Floats) -> tuple[Floats, npt.NDArray[Any]
         first, last = at[0], at[-1]
         raw[row] = np.interp(y, y[at], values[at])
         if len(at) > 1:
-            slope = (values[last] - values[at[-2]]) / (y[last] - y[at[-2]])
+            far = at[_far_from_last(y[at])]
+            slope = (values[last] - values[far]) / (y[last] - y[far])
             raw[row] += slope * np.maximum(0.0, y - y[last])
         else:
             lone.append((row, first))

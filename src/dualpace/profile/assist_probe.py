@@ -125,8 +125,7 @@ class _Probe:
             yield Point("assist2_stolen", rows, 0, stolen2)
             # Beside decodes as well, which use the host's cores and memory. The longest comes
             # first: a short one is read from caches.
-            longest = self._room.longest(rows)
-            for context in (longest, longest // 4):
+            for context in (longest := self._longest(rows), longest // 4):
                 if context > rows:
                     longer = self._iteration(rows, context, "assisted")
                     yield Point("cpu_attention", rows, context, max(host, longer - dense))
@@ -135,7 +134,7 @@ class _Probe:
 
     def beside_prompts(self, rows: int) -> Iterator[Point]:
         """What beside prompts is not as `beside_decodes` has found it for so many rows."""
-        longest = self._room.longest(rows)
+        longest = self._longest(rows)
         with self._beside(self._prompts) as steps:
             if steps is None:
                 return
@@ -150,6 +149,11 @@ class _Probe:
                 if rows < longest >= self._most_context / 2 and not self.late:
                     _, stolen = self._iteration_beside(steps, quiet, rows, longest, operation)
                     yield Point(taken, rows, longest, stolen)
+
+    def _longest(self, rows: int) -> int:
+        """Tokens of context to measure so many rows with: those of all, as far as possible."""
+        longest = self._room.longest(rows)
+        return min(longest, self._most_context) if self._most_context > rows else longest
 
     def _quiet_step(self, batch: Batch | None) -> float:
         """Seconds of a GPU step with no assist beside."""
