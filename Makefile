@@ -1,5 +1,5 @@
 # make demo   a server with both engines at work, in under a minute once installed
-# make test   what CI runs: style, types, import contracts, tests
+# make test   what CI runs: style, types, import contracts, tests, the simulator beside the real thing
 # make soak   KV moves, aborts and faults at random, ten minutes long; DURATION=seconds, SEED=number
 #
 # Each of them makes the virtual environment, installs pinned dependencies and builds the extension.
@@ -26,6 +26,7 @@ demo: $(STAMP)
 # each other's servers.
 test: check
 	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/python benchmarks/simulated_beside_measured.py --tries 3
 
 # Half of the time on either executor that stands in for a GPU; the schedules take a few minutes more.
 soak: $(STAMP)

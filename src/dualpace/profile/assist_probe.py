@@ -18,8 +18,8 @@ from dualpace.profile.beside import DEPTH, Beside, busy_beside, decodes_in
 from dualpace.profile.probes import Room, make_batch, probe
 
 ROWS = (2, 64, 128, 32, 8)  # beside the most, in the order of what they tell; one has no halves
-REPEATS = 2  # of an iteration, beside the first
-MOST_REPEATS = 7  # while they take less than QUICK together: one hiccup weighs the more
+REPEATS = 3  # of an iteration, beside the first: one may be held up
+MOST_REPEATS = 7  # while they take less than QUICK together: a hiccup weighs the more
 QUICK = 0.2  # seconds
 STEPS = 4  # of the GPU's that an iteration is measured beside, or more
 QUIET_S = 1.0  # of such steps with nothing beside
@@ -173,7 +173,7 @@ class _Probe:
             yield steps
 
     def _iteration(self, rows: int, context: int, operation: Whole) -> float:
-        """Seconds of one for which there is room, the median of a few (of two the lesser)."""
+        """Seconds of one for which there is room, the median of a few."""
         batch = make_batch(operation, rows, context, self._room)
         assert batch is not None
         times: list[float] = []
@@ -181,8 +181,7 @@ class _Probe:
             start = self._clock()
             self._cpu.launch(batch).result()
             times.append(self._clock() - start)
-        # The first one warms up; of two, one may have been held up.
-        return statistics.median_low(times[1:])
+        return statistics.median(times[1:])  # the first one warms up
 
     def _goes_on(self, times: Sequence[float]) -> bool:
         """True until there are enough `times` of an iteration to judge by."""
