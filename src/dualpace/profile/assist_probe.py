@@ -184,11 +184,13 @@ class _Probe:
         return statistics.median(times[1:])  # the first one warms up
 
     def _goes_on(self, times: Sequence[float]) -> bool:
-        """True until there are enough `times` of an iteration to judge by."""
-        if len(times) < 2:
+        """True until there are enough `times` of an iteration to judge by: an odd number, so that
+        the median is one of them."""
+        count = len(times) - 1
+        if count < 1:
             return True
-        most = MOST_REPEATS if sum(times[1:]) < QUICK else REPEATS
-        return not self.late and len(times) <= most
+        enough = MOST_REPEATS if sum(times[1:]) < QUICK else REPEATS
+        return not self.late and (count < enough or count % 2 == 0)
 
     def _iteration_beside(
         self, steps: Beside, quiet: float, rows: int, context: int, operation: Whole
