@@ -39,7 +39,8 @@ def test_what_assists_take_from_prompts_follows_how_slow_they_are_there_until_it
     measured = TableCostModel(
         [*points, *(Point("assist_stolen_beside_prefill", n, 0, 0.04 * n) for n in (2, 64))]
     )
-    for costs, taken in ((guessed, 0.025), (measured, 0.04)):
+    begun = TableCostModel([*points, Point("assist_stolen_beside_prefill", 64, 0, 64 * 0.025)])
+    for costs, taken in ((guessed, 0.025), (begun, 0.025), (measured, 0.04)):
         for share in (0.0, 0.5, 1.0):
             expected = 0.01 + share * (taken - 0.01)
             assert costs.assist_stolen(30, 20_000, share).seconds == pytest.approx(30 * expected)

@@ -88,6 +88,12 @@ def test_points_that_are_close_to_each_other_tell_no_slope(near: int, seed: int)
         assert surface.at(x, 3000).seconds == pytest.approx(31.0 + 0.01 * x, rel=0.2)
 
 
+def test_a_size_of_which_only_such_points_were_measured_grows_as_its_neighbours() -> None:
+    others = [(2, y, 1.0 + 0.01 * y) for y in (0, 250, 1000, 5000)]
+    surface = Surface([*others, (64, 1000, 11.6), (64, 1010, 12.0)])
+    assert surface.at(64, 5000) == (pytest.approx(52.0, rel=0.01), True)
+
+
 def test_a_corner_that_nobody_measured_is_marked() -> None:
     """One row cannot have the context of many: that corner is filled, and known to be a guess."""
     points = [(1, 16, 1.0), (1, 64, 1.5), (4, 64, 2.0), (4, 256, 4.0), (4, 1024, 12.0)]

@@ -242,6 +242,44 @@ def test_in_a_hurry_long_contexts_do_not_seem_to_be_read_from_caches() -> None:
         assert costs.cpu_attention(rows, context).seconds == pytest.approx(expected, rel=0.1)
 
 
+@pytest.mark.parametrize("pages", [65, 70, 128, 1000])
+def test_few_rows_are_measured_with_a_long_context_however_few_the_pages(pages: int) -> None:
+    cpu, small = CpuEngine(), dataclasses.replace(HOST, pages=pages)
+    points = list(probe_assists(GpuEngine(0), cpu, NO_SEATS, small, gpu_part, 0.0, cpu.clock))
+    longest = max(p.context for p in points if p.operation == "cpu_attention" and p.size == 2)
+    assert longest >= small.longest(2) / 2
+
+
+@pytest.mark.parametrize("steps", [5, 20, 40, 80, 160])
+def test_nothing_counts_that_was_measured_after_the_steps_beside_had_failed(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assist_probe, "QUIET_S", 1e-3)
+
+    class Slow(CpuEngine):
+        def launch(self, batch: Batch) -> Future[StepResult]:
+            time.sleep(5e-4)
+            if gpu.failed:
+                after.append(len(batch.rows))
+            return super().launch(batch)
+
+    class Failing(GpuEngine):
+        failed = False
+
+        def launch(self, batch: Batch) -> Future[StepResult]:
+            ticket = super().launch(batch)
+            self.failed = self.failed or ticket.exception() is not None
+            time.sleep(1e-4)
+            return ticket
+
+    after: list[int] = []
+    cpu, gpu = Slow(), Failing(steps)
+    points = []
+    with pytest.raises(RuntimeError, match="no more steps"):
+        points += probe_assists(gpu, cpu, GPU, HOST, gpu_part, 1e9, cpu.clock)
+    assert not {point.size for point in points} & set(after)
+
+
 def test_a_host_with_fewer_pages_than_there_may_be_rows_is_measured_up_to_these() -> None:
     cpu, small = CpuEngine(), dataclasses.replace(HOST, pages=40)
     points = list(probe_assists(GpuEngine(0), cpu, NO_SEATS, small, gpu_part, 0.0, cpu.clock))

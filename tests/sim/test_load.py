@@ -37,6 +37,45 @@ def test_steps_weigh_by_their_time_and_not_by_their_number() -> None:
     assert load.prefill_share == pytest.approx(values[-1] / 2.718, rel=0.1)
 
 
+def steps(load: StepLoad, now: float, took: float, count: int, *, failed: bool = False) -> float:
+    """Steps one after the other, of which 0.2 s are expected; the time at which they are over."""
+    for number in range(count):
+        load.look(now)
+        load.launched(number, 0.75, 0.2)
+        now += took
+        (load.failed if failed else load.ended)(number)
+    load.look(now)
+    return now
+
+
+def test_prompts_that_take_longer_than_predicted_are_known_to_for_as_long_as_they_do() -> None:
+    load = StepLoad()
+    assert load.overrun == 1.0
+    now = steps(load, 0.0, 0.3, 20)
+    assert load.overrun == pytest.approx(1.5)
+    steps(load, now, 0.19, 60)
+    assert load.overrun == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("held_up", [2.0, 60.0])
+def test_a_step_that_something_else_holds_up_does_not_slow_down_those_after_it(
+    held_up: float,
+) -> None:
+    load = StepLoad()
+    now = steps(load, 0.0, 0.2, 20)
+    now = steps(load, now, held_up, 1)
+    assert load.overrun < 1.2
+    steps(load, now, 0.2, 10)
+    assert load.overrun < 1.05
+
+
+def test_a_step_that_failed_was_not_quick() -> None:
+    load = StepLoad()
+    now = steps(load, 0.0, 0.3, 20)
+    steps(load, now, 0.002, 10, failed=True)
+    assert load.overrun == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_step_counts_for_as_long_as_it_runs_also_if_another_one_is_planned_meanwhile(
     depth: int,

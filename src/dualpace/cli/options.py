@@ -123,8 +123,8 @@ class EngineFlags:
     gpu_itl_target: Annotated[
         float | None,
         typer.Option(
-            help="Seconds that a GPU step with decodes may take: paces prompts. Default: a "
-            "twentieth more than a full step takes without the CPU engine."
+            help="Seconds that a GPU step with decodes may take: paces prompts. Default: "
+            "what a full step takes without the CPU engine; a twentieth more is let pass."
         ),
     ] = DEFAULTS["gpu_itl_target"]
     timeline: Annotated[

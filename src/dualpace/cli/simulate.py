@@ -72,8 +72,8 @@ def simulate(
     gpu_itl_target: Annotated[
         float | None,
         typer.Option(
-            help="Seconds a GPU step with decodes may take. (default: a twentieth more than a "
-            "full one takes without the CPU engine)"
+            help="Seconds a GPU step with decodes may take. (default: what a full one takes "
+            "without the CPU engine; a twentieth more is let pass)"
         ),
     ] = None,
     max_num_batched_tokens: Annotated[

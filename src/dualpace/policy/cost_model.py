@@ -78,7 +78,7 @@ class CostModel(Protocol):
         self, rows: int, context: int, prefill_share: float, slots: int = 1
     ) -> Estimate:
         """By how much such dense work delays the GPU's own steps, where the rows attend to
-        `context` positions in total: prompts lose the more, the longer they are interrupted for."""
+        `context` positions in total: prompts lose the more, the further apart assists come."""
         ...
 
     def covers(self, *operations: Operation) -> bool:
@@ -252,17 +252,17 @@ class TableCostModel:
 
 
 def _stolen_from_prompts(points: Sequence[Point]) -> Iterator[Point]:
-    """What assists take from prompts, where only what they take from decodes was measured: more, in
-    proportion to how much longer beside prompts they take themselves."""
+    """What assists take from prompts, where little but what they take from decodes was measured:
+    more, in proportion to how much longer beside prompts they take themselves."""
     seconds = {(point.operation, point.size): point.seconds for point in points}
-    measured = {point.operation for point in points}
     for slots, (from_decodes, from_prompts) in _STOLEN.items():
-        if from_prompts in measured:
+        measured = {point.size for point in points if point.operation == from_prompts}
+        if len(measured) > 1:
             continue
         alone, beside = _ASSISTS[slots]
         for operation, size in list(seconds):
             quick, slowed = seconds.get((alone, size), 0.0), seconds.get((beside, size), 0.0)
-            if operation == from_decodes and quick and slowed:
+            if operation == from_decodes and size not in measured and quick and slowed:
                 taken = seconds[from_decodes, size] * max(1.0, slowed / quick)
                 yield Point(from_prompts, size, 0, taken)
 

@@ -55,8 +55,7 @@ class DualPacePolicy:
         demote, preempt = self._relieve(view)
         leaving = {*demote, *preempt}
         decoding = [row for row in view.decoding if row.id not in leaving]
-        left = self._left_by_assists(view)
-        budget = self._budget(view, decoding, left)
+        budget = self._budget(view, decoding)
         unclaimed = budget - sum(row.remaining for row in view.prefilling)
 
         promote: list[str] = []
@@ -95,7 +94,7 @@ class DualPacePolicy:
             prefill=prefill,
             token_rate=token_rate,
             prefill_share=prefill_share,
-            seconds=seconds / left,
+            seconds=seconds,
         )
 
     def plan_cpu(self, view: CpuView) -> CpuDecision:
@@ -124,20 +123,21 @@ class DualPacePolicy:
         )
         return turn[:count], route
 
-    def _left_by_assists(self, view: GpuView) -> float:
-        """The part of a prompt's time on the GPU that assists leave it, by the cost model."""
+    def _left_by_assists(self, view: GpuView, prefill_share: float) -> float:
+        """The part of its time that assists leave to a step of prompts (1), or of none (0)."""
         if self.host is None:
             return 1.0
-        return 1.0 - self.host.share_stolen_from_prompts(view.host_rows, view.host_context)
+        return 1.0 - self.host.share_stolen(view.host_rows, view.host_context, prefill_share)
 
-    def _budget(self, view: GpuView, decoding: list[RowView], left: float) -> int:
-        """Positions for prompts in the next step, of whose time `left` is the GPU's own."""
+    def _budget(self, view: GpuView, decoding: list[RowView]) -> int:
+        """Positions for prompts in the next step."""
         budget = prefill_budget(view, len(decoding))
         if self.host is None or not decoding or not (view.prefilling or view.waiting):
             return budget
+        left = self._left_by_assists(view, 1.0)
         if left < 1.0:
-            # What assists really take shows in the steps that have just run.
-            left = min(1.0, left / view.overrun)
+            # The last steps tell whether a prompt loses more beside assists than was measured.
+            left /= view.overrun
         if self.gpu_itl_target is not None:
             return paced_budget(view, decoding, budget, self.host.costs, self.gpu_itl_target, left)
         if left * TOLERATED >= 1.0:
@@ -150,7 +150,7 @@ class DualPacePolicy:
         self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]
     ) -> tuple[float, float, float]:
         """Tokens that one more second of the GPU would yield, the prompts' share of its step, and
-        seconds of that without assists; zeros where there is no telling.
+        seconds of that beside assists; zeros where there is no telling.
 
         Prompts are the GPU's whatever the host does, so that a second is worth what its decodes
         make of one, also while prompts keep it busy: N requests of p prefill seconds and d decode
@@ -165,12 +165,17 @@ class DualPacePolicy:
         chunks = [(counts[row.id], row.computed) for row in prompts]
         rows, context = len(decoding), sum(row.tokens for row in decoding)
         steps = GpuSteps(costs, rows, context)
-        step = steps.beside(chunks).seconds
+        alone = steps.beside(chunks).seconds
+        decodes = steps.decodes.seconds
+        if not alone:
+            return 0.0, 0.0, 0.0
+        share = max(0.0, 1.0 - decodes / alone)
+        seconds = share * alone / self._left_by_assists(view, 1.0) if prompts else 0.0
         if rows:
-            decodes = steps.decodes.seconds
-            return rows / decodes, max(0.0, 1.0 - decodes / step), step
+            seconds += min(decodes, alone) / self._left_by_assists(view, 0.0)
+            return rows / decodes, share, seconds
         first_tokens = sum(counts[row.id] == row.remaining for row in prompts)
-        return (first_tokens / step, 1.0, step) if prompts else (0.0, 0.0, 0.0)
+        return first_tokens / alone, share, seconds
 
     def _relieve(self, view: GpuView) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Youngest rows to leave, until the others can grow: to demote where the host can take

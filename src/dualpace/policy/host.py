@@ -72,13 +72,15 @@ class HostRules:
         """Seconds of a CPU iteration by the route that takes the fewest."""
         return min(self.seconds(route, rows, context, prefill_share) for route in self.routes)
 
-    def share_stolen_from_prompts(self, rows: int, context: int) -> float:
-        """The part of a prompt's time on the GPU that CPU iterations of so many rows take, one
-        after the other, by the route that takes the fewest seconds."""
+    def share_stolen(self, rows: int, context: int, prefill_share: float) -> float:
+        """The part of the GPU's time that CPU iterations of so many rows take, one after the other,
+        by the route that takes the fewest seconds; of steps that are all prompts, or have none."""
         if not rows:
             return 0.0
-        route = min(self.routes, key=lambda route: self.seconds(route, rows, context, 1.0))
-        return stolen_share(self.costs, route, rows, context, 1.0)
+        route = min(
+            self.routes, key=lambda route: self.seconds(route, rows, context, prefill_share)
+        )
+        return stolen_share(self.costs, route, rows, context, prefill_share)
 
     def admits(self, rows: int, context: int, prefill_share: float) -> bool:
         """True if such a batch, with one that is new among them, will stay within the target."""

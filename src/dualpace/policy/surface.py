@@ -89,7 +89,8 @@ def _locate(nodes: list[float], value: float) -> tuple[int, float]:
 
 
 def _far_from_last(nodes: Sequence[float] | Floats) -> int:
-    """Which of two or more ascending coordinates gives the slope at the last one."""
+    """Which of two or more ascending coordinates gives the slope at the last one: the first one if
+    none is far enough."""
     return max(0, int(np.searchsorted(nodes[:-1], FAR_ENOUGH * nodes[-1], side="right")) - 1)
 
 
@@ -122,7 +123,8 @@ def _complete(z: Floats, x: Floats, y: Floats) -> tuple[Floats, npt.NDArray[Any]
     """Fill the NaN of a monotone table along its rows, and say which cells measurements surround.
 
     A batch of few rows cannot have a long context, nor a batch of many rows a short one, so no
-    measured table is full. A row of a single cell grows along y as its neighbours do.
+    measured table is full. A row whose cells are too close to tell a slope grows along y as its
+    neighbours do.
     """
     raw = np.empty_like(z)
     known = np.zeros(z.shape, bool)
@@ -131,12 +133,12 @@ def _complete(z: Floats, x: Floats, y: Floats) -> tuple[Floats, npt.NDArray[Any]
         at = np.flatnonzero(~np.isnan(values))
         first, last = at[0], at[-1]
         raw[row] = np.interp(y, y[at], values[at])
-        if len(at) > 1:
-            far = at[_far_from_last(y[at])]
+        far = at[_far_from_last(y[at])] if len(at) > 1 else last
+        if y[far] <= FAR_ENOUGH * y[last] and far < last:
             slope = (values[last] - values[far]) / (y[last] - y[far])
             raw[row] += slope * np.maximum(0.0, y - y[last])
         else:
-            lone.append((row, first))
+            lone.append((row, last))
         known[row, first : last + 1] = True
     others = np.delete(np.arange(len(x)), [row for row, _ in lone])
     for row, at in lone if len(others) else ():

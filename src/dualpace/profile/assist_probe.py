@@ -106,54 +106,57 @@ class _Probe:
     def late(self) -> bool:
         return self._clock() >= self._deadline
 
-    def beside_decodes(self, rows: int) -> Iterator[Point]:
+    def beside_decodes(self, rows: int) -> list[Point]:
         """The CPU's part, the GPU's, and what this takes from decodes."""
         # The shortest attend to a token a row, which is next to nothing.
         whole, two = (self._iteration(rows, rows, operation) for operation in BESIDE_PROMPTS)
         host = self._host[rows] = max(0.0, whole - self._dense_seconds(rows))
-        yield Point("cpu_attention", rows, 0, host)
         dense, stolen, stolen2 = whole - host, 0.0, 0.0
+        attention = [Point("cpu_attention", rows, 0, host)]
+        longest = self._longest(rows)
         with self._beside(self._decodes) as steps:
             if steps is not None:
                 quiet = self._quiet_decode
                 beside, stolen = self._iteration_beside(steps, quiet, rows, rows, "assisted")
                 dense = max(dense, beside - host)
                 two, stolen2 = self._iteration_beside(steps, quiet, rows, rows, "assisted2")
-            yield Point("assist", rows, 0, dense)
-            yield Point("assist_stolen", rows, 0, stolen)
-            yield Point("assist2", rows, 0, two)
-            yield Point("assist2_stolen", rows, 0, stolen2)
             # Beside decodes as well, which use the host's cores and memory. The longest comes
             # first: a short one is read from caches.
-            for context in (longest := self._longest(rows), longest // 4):
-                if context > rows:
-                    longer = self._iteration(rows, context, "assisted")
-                    yield Point("cpu_attention", rows, context, max(host, longer - dense))
-                if self.late:
-                    return
+            for context in (longest, longest // 4):
+                if context > rows and not (self.late and len(attention) > 1):
+                    seconds = self._iteration(rows, context, "assisted") - dense
+                    attention.append(Point("cpu_attention", rows, context, max(host, seconds)))
+        return [
+            *attention,
+            Point("assist", rows, 0, dense),
+            Point("assist_stolen", rows, 0, stolen),
+            Point("assist2", rows, 0, two),
+            Point("assist2_stolen", rows, 0, stolen2),
+        ]
 
-    def beside_prompts(self, rows: int) -> Iterator[Point]:
+    def beside_prompts(self, rows: int) -> list[Point]:
         """What beside prompts is not as `beside_decodes` has found it for so many rows."""
-        longest = self._longest(rows)
-        with self._beside(self._prompts) as steps:
-            if steps is None:
-                return
-            quiet = self._quiet_prompt
+        if self._prompts is None:
+            return []
+        points = []
+        longest, quiet = self._longest(rows), self._quiet_prompt
+        with Beside(self._gpu, self._prompts, self._clock) as steps:
             for operation, (assist, taken) in BESIDE_PROMPTS.items():
                 seconds, stolen = self._iteration_beside(steps, quiet, rows, rows, operation)
                 host = self._host[rows] if operation == "assisted" else 0.0
-                yield Point(assist, rows, 0, max(0.0, seconds - host))
-                yield Point(taken, rows, 0, stolen)
-                # A prompt loses more by an assist now and then than by each of many in a row. Of a
-                # context that is short whatever is measured says nothing about a long one.
-                if rows < longest >= self._most_context / 2 and not self.late:
+                points.append(Point(assist, rows, 0, max(0.0, seconds - host)))
+                points.append(Point(taken, rows, 0, stolen))
+                # A prompt may lose more by an assist now and then than by each of many in a row. Of
+                # a context that is short whatever is measured says nothing about a long one.
+                if longest > rows and longest >= self._most_context / 2:
                     _, stolen = self._iteration_beside(steps, quiet, rows, longest, operation)
-                    yield Point(taken, rows, longest, stolen)
+                    points.append(Point(taken, rows, longest, stolen))
+        return points
 
     def _longest(self, rows: int) -> int:
-        """Tokens of context to measure so many rows with: those of all, as far as possible."""
-        longest = self._room.longest(rows)
-        return min(longest, self._most_context) if self._most_context > rows else longest
+        """Tokens of context to measure so many rows with: those of all, unless these are few."""
+        longest, most = self._room.longest(rows), self._most_context
+        return most if longest / 2 <= most <= longest else longest
 
     def _quiet_step(self, batch: Batch | None) -> float:
         """Seconds of a GPU step with no assist beside."""

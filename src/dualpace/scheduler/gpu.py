@@ -256,6 +256,7 @@ class GpuScheduler(SchedulerBase):
     # -- commit ----------------------------------------------------------------------------------
 
     def commit(self, batch: Batch, result: StepResult) -> None:
+        self.load.ended(batch.number)
         self._let_go(batch)
         self.step_tokens = min(2 * self.step_tokens, self.max_tokens)
         for index, (part, token) in enumerate(zip(batch.rows, result.tokens, strict=True)):
@@ -279,6 +280,7 @@ class GpuScheduler(SchedulerBase):
             self.mover.store_when_still(row)
 
     def fail(self, batch: Batch, error: Exception) -> None:
+        self.load.failed(batch.number)
         self._let_go(batch)
         rows = []
         for part in batch.rows:
@@ -302,7 +304,6 @@ class GpuScheduler(SchedulerBase):
 
     def _let_go(self, batch: Batch) -> None:
         self.step_ended(batch.number)
-        self.load.ended(batch.number)
         for part in batch.rows:
             if part.tier == "host":
                 self.mover.land(part.request_id)

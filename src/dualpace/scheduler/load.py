@@ -6,8 +6,7 @@ import math
 from typing import NamedTuple
 
 SECONDS = 2.0  # after which what was before counts for a third: some iterations of the CPU engine
-NO_STEP = -1
-MOST_OVERRUN = 2.0  # or half: steps that are held up by something else say nothing about the next
+MOST_OVERRUN = 2.0  # of a step: one that something else has held up says little about the next
 
 
 class _Step(NamedTuple):
@@ -16,64 +15,58 @@ class _Step(NamedTuple):
 
 
 class StepLoad:
-    """Averages over the last seconds, from what was predicted of each step and how long it ran.
+    """Averages, from what was predicted of each step and how long it ran.
 
-    prefill_share: the part of the GPU's time that prompts take. A step is either half an
+    prefill_share: the part of the GPU's last seconds that prompts took. A step is either half an
     iteration's time full of prompts or has none, so that a single one would tell the CPU engine now
-    the one and now the other. overrun: seconds of steps with prompts over those that were
-    predicted; 1 as long as nothing is known.
+    the one and now the other. overrun: what the last seconds of steps with prompts took over what
+    was predicted of them, at least 1: they are to be short enough for the busiest moments, too.
 
     Steps run one after the other, but are planned while the one before runs.
     """
 
     def __init__(self) -> None:
         self.prefill_share = 0.0
-        self._under_way: dict[int, _Step] = {}  # by number, in the order of the steps
-        self._since = -math.inf
-        self._running = NO_STEP  # since then
-        self._ran = 0.0  # seconds of it before
+        self._under_way: dict[int, _Step] = {}  # by number; the first one runs
+        self._started = self._since = -math.inf
         self._ended: list[int] = []  # since then
         self._took = self._predicted = 0.0  # seconds of steps with prompts
 
     @property
     def overrun(self) -> float:
-        if not self._predicted:
-            return 1.0
-        return min(max(self._took / self._predicted, 1.0 / MOST_OVERRUN), MOST_OVERRUN)
+        return max(1.0, self._took / self._predicted) if self._predicted else 1.0
 
     def look(self, now: float) -> None:
         """Bring the averages up to date. To be called whenever a step has ended and before the next
         one is launched."""
-        running = self._under_way.get(self._running)
+        number, step = next(iter(self._under_way.items()), (0, _Step(0.0, 0.0)))
         kept = math.exp((self._since - now) / SECONDS)
-        share = 0.0 if running is None else running.prefill_share
-        self.prefill_share = kept * self.prefill_share + (1.0 - kept) * share
-        self._ran += now - self._since
-        if running is not None and self._ended == [self._running]:
-            self._learn(running, self._ran)
+        self.prefill_share = kept * self.prefill_share + (1.0 - kept) * step.prefill_share
+        if self._ended == [number]:
+            self._learn(step, now - self._started)
+        if self._ended or not self._under_way:
+            self._started = now
         for number in self._ended:
             del self._under_way[number]
         self._ended.clear()
         self._since = now
-        self._start_next()
 
     def launched(self, number: int, prefill_share: float, seconds: float) -> None:
         """A step that is predicted to take so many seconds, of which prompts will take that share,
         just after `look`. Of no seconds: there is no telling."""
         self._under_way[number] = _Step(prefill_share, seconds)
-        self._start_next()
 
     def ended(self, number: int) -> None:
         """What ran in its place until the next `look` was this step."""
         self._ended.append(number)
 
+    def failed(self, number: int) -> None:
+        """It ended without having done its work."""
+        self._under_way[number] = self._under_way[number]._replace(seconds=0.0)
+        self.ended(number)
+
     def _learn(self, step: _Step, took: float) -> None:
         if step.prefill_share and step.seconds:
-            kept = math.exp(-took / SECONDS)
-            self._took = kept * self._took + took
+            kept = math.exp(-step.seconds / SECONDS)
+            self._took = kept * self._took + min(took, MOST_OVERRUN * step.seconds)
             self._predicted = kept * self._predicted + step.seconds
-
-    def _start_next(self) -> None:
-        first = next(iter(self._under_way), NO_STEP)
-        if first != self._running:
-            self._running, self._ran = first, 0.0
