@@ -29,15 +29,17 @@ def report(rate: float, itl: float | None, cpu_itl: float | None) -> dict[str, A
 @pytest.mark.parametrize(
     ("measured", "simulated", "close"),
     [
-        (report(10.0, 0.1, 0.2), report(10.9, 0.12, 0.5), True),
-        (report(10.0, 0.1, 0.2), report(11.1, 0.1, 0.2), False),
-        (report(10.0, 0.1, 0.2), report(10.0, 0.13, 0.2), False),
-        (report(10.0, 0.1, None), report(10.0, 0.1, 0.2), True),
-        (report(10.0, 0.1, 0.2), report(10.0, 0.1, None), True),
-        (report(10.0, None, None), report(10.0, None, None), False),
+        (report(10.0, 0.1, 0.2), [report(10.9, 0.12, 0.5)], True),
+        (report(10.0, 0.1, 0.2), [report(11.1, 0.1, 0.2)], False),
+        (report(10.0, 0.1, 0.2), [report(11.1, 0.1, 0.2), report(10.7, 0.1, None)], True),
+        (report(10.0, 0.1, 0.2), [report(11.1, 0.1, 0.2), report(11.2, 0.1, 0.2)], False),
+        (report(10.0, 0.1, 0.2), [report(10.0, 0.13, 0.2)], False),
+        (report(10.0, 0.1, None), [report(10.0, 0.1, 0.2)], True),
+        (report(10.0, 0.1, 0.2), [report(10.0, 0.1, None)], True),
+        (report(10.0, None, None), [report(10.0, None, None)], False),
     ],
 )
 def test_rate_and_tail_decide_and_an_engine_without_work_is_no_error(
-    measured: dict[str, Any], simulated: dict[str, Any], close: bool
+    measured: dict[str, Any], simulated: list[dict[str, Any]], close: bool
 ) -> None:
     assert compare(measured, simulated) is close
