@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "simulated_beside_measured.py"
-compare: Callable[[dict[str, Any], dict[str, Any]], bool] = runpy.run_path(str(SCRIPT))["compare"]
+compare: Callable[[dict[str, Any], list[dict[str, Any]]], bool] = runpy.run_path(str(SCRIPT))[
+    "compare"
+]
 
 
 def report(rate: float, itl: float | None, cpu_itl: float | None) -> dict[str, Any]:
