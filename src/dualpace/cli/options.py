@@ -124,7 +124,7 @@ class EngineFlags:
         float | None,
         typer.Option(
             help="Seconds that a GPU step with decodes may take: paces prompts. Default: "
-            "what a full step takes without the CPU engine; a twentieth more is let pass."
+            "what a full step takes without the CPU engine; a tenth more is let pass."
         ),
     ] = DEFAULTS["gpu_itl_target"]
     timeline: Annotated[

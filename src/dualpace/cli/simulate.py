@@ -73,7 +73,7 @@ def simulate(
         float | None,
         typer.Option(
             help="Seconds a GPU step with decodes may take. (default: what a full one takes "
-            "without the CPU engine; a twentieth more is let pass)"
+            "without the CPU engine; a tenth more is let pass)"
         ),
     ] = None,
     max_num_batched_tokens: Annotated[

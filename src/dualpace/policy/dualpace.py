@@ -24,7 +24,7 @@ from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView, Row
 GROWTH_LEAD = 4
 # By default a step may take this much longer for assists before its prompts get a smaller chunk:
 # kernels work through whole tiles, so that a little less of a prompt costs what all of it does.
-TOLERATED = 1.05
+TOLERATED = 1.1
 # However much assists take, prompts keep this part of a chunk: those wait whose prompts they are.
 LEAST_CHUNK = 0.5
 
