@@ -78,7 +78,7 @@ class CostModel(Protocol):
         self, rows: int, context: int, prefill_share: float, slots: int = 1
     ) -> Estimate:
         """By how much such dense work delays the GPU's own steps, where the rows attend to
-        `context` positions in total: prompts lose the more, the further apart assists come."""
+        `context` positions in total: prompts may lose more, the further apart assists come."""
         ...
 
     def covers(self, *operations: Operation) -> bool:
