@@ -150,7 +150,7 @@ class DualPacePolicy:
         self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]
     ) -> tuple[float, float, float]:
         """Tokens that one more second of the GPU would yield, the prompts' share of its step, and
-        seconds of that beside assists; zeros where there is no telling.
+        seconds of that beside assists if there are any prompts; zeros where there is no telling.
 
         Prompts are the GPU's whatever the host does, so that a second is worth what its decodes
         make of one, also while prompts keep it busy: N requests of p prefill seconds and d decode
@@ -170,9 +170,11 @@ class DualPacePolicy:
         if not alone:
             return 0.0, 0.0, 0.0
         share = max(0.0, 1.0 - decodes / alone)
-        seconds = share * alone / self._left_by_assists(view, 1.0) if prompts else 0.0
+        seconds = 0.0
+        if prompts:
+            seconds += alone * share / self._left_by_assists(view, 1.0)
+            seconds += alone * (1.0 - share) / self._left_by_assists(view, 0.0)
         if rows:
-            seconds += min(decodes, alone) / self._left_by_assists(view, 0.0)
             return rows / decodes, share, seconds
         first_tokens = sum(counts[row.id] == row.remaining for row in prompts)
         return first_tokens / alone, share, seconds

@@ -74,8 +74,9 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     later; prefill: (row, number of positions) of the next step. Rows left in `decoding` decode.
     token_rate: tokens that one more second of the GPU would yield; prefill_share: of the time of
     the next step that prompts will take. Both tell what the CPU engine runs beside. seconds: that
-    the next step is likely to take, 0 where that is not known. gate: host rows that decode in the
-    first and in the second half of this step, where one scheduler owns both tiers.
+    the next step, one with prompts, is likely to take; 0 where that is not known. gate: host rows
+    that decode in the first and in the second half of this step, where one scheduler owns both
+    tiers.
     """
 
     admit: tuple[str, ...] = ()
