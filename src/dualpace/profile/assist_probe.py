@@ -109,7 +109,8 @@ class _Probe:
     def beside_decodes(self, rows: int) -> list[Point]:
         """The CPU's part, the GPU's, and what this takes from decodes."""
         # The shortest attend to a token a row, which is next to nothing.
-        whole, two = (self._iteration(rows, rows, operation) for operation in BESIDE_PROMPTS)
+        whole = self._iteration(rows, rows, "assisted")
+        two = self._iteration(rows, rows, "assisted2")
         host = self._host[rows] = max(0.0, whole - self._dense_seconds(rows))
         dense, stolen, stolen2 = whole - host, 0.0, 0.0
         attention = [Point("cpu_attention", rows, 0, host)]
