@@ -74,7 +74,8 @@ async def answers(server: Server, tiny: Any, on_token: Callable[[str], None]) ->
             assert len(delta.logprobs) == len(delta.token_ids)
             if not penalised:
                 assert tuple(each.top_ids[0] for each in delta.logprobs) == delta.token_ids
-            on_token(delta.engine)
+            for _ in delta.token_ids:  # several, should the front end have been late
+                on_token(delta.engine)
         return tokens
 
     return await asyncio.gather(*(one(index) for index in range(NUM_REQUESTS)))
@@ -98,6 +99,30 @@ class StopAfter(KillAfter):
     number = signal.SIGSTOP
 
 
+async def recovered(server: Server, engine: Any, old: int) -> None:
+    """Until another process than `old` is that engine, and both engines serve."""
+    while server.supervisor.pids.get(engine) in (None, old) or server.frontend.missing:
+        await asyncio.sleep(0.05)
+
+
+async def strike_at_work(server: Server, tiny: Any, strike: type[KillAfter]) -> tuple[int, str]:
+    """Strikes the GPU engine until that ends an answer: how often it took, and the error.
+
+    At its first tokens, while it has prompts: how many decodes are its own depends. A front end
+    that is busy can hear of them when the engine has made them all.
+    """
+    for times in range(1, 6):
+        old, reason = server.supervisor.pids["gpu"], ""
+        try:
+            await answers(server, tiny, strike(server, "gpu", 20))
+        except EngineError as error:
+            reason = str(error)
+        await recovered(server, "gpu", old)
+        if reason:
+            return times, reason
+    raise AssertionError("the GPU engine's end ended no answer")
+
+
 def test_killing_the_cpu_engine_in_mid_decode_loses_nothing(tiny: Any) -> None:
     async def scenario() -> None:
         # Without seats all but the first tokens are the CPU engine's, however fast the other is.
@@ -108,8 +133,7 @@ def test_killing_the_cpu_engine_in_mid_decode_loses_nothing(tiny: Any) -> None:
             first = server.supervisor.pids["cpu"]
             again = await answers(server, tiny, KillAfter(server, "cpu", 300))
             assert again == before
-            while server.supervisor.pids.get("cpu") in (None, first) or server.frontend.missing:
-                await asyncio.sleep(0.05)
+            await recovered(server, "cpu", first)
             engines: set[str] = set()
             assert await answers(server, tiny, engines.add) == before
             assert engines == {"gpu", "cpu"}
@@ -126,19 +150,16 @@ def test_a_stopped_engine_is_killed_and_recovered_like_a_dead_one(tiny: Any, eng
         seats = 0 if engine == "cpu" else 1400
         async with serving(options(tiny, gpu_kv_tokens=seats, engine_timeout=3.0)) as server:
             before = await answers(server, tiny, lambda engine: None)
-            first = server.supervisor.pids[engine]
-            # The GPU engine early, while it has prompts: how many decodes are its own depends.
-            work = answers(server, tiny, StopAfter(server, engine, 200 if engine == "cpu" else 20))
+            times = 1
             if engine == "cpu":
-                assert await work == before
+                first = server.supervisor.pids["cpu"]
+                assert await answers(server, tiny, StopAfter(server, "cpu", 100)) == before
+                await recovered(server, "cpu", first)
             else:
-                with pytest.raises(EngineError, match="hung"):
-                    await work
-            while server.frontend.missing:
-                await asyncio.sleep(0.05)
-            assert server.supervisor.pids[engine] != first
+                times, reason = await strike_at_work(server, tiny, StopAfter)
+                assert "hung" in reason
             metrics = server.frontend.metrics.render().decode()
-            assert f'dualpace_engine_hangs_total{{engine="{engine}"}} 1.0' in metrics
+            assert f'dualpace_engine_hangs_total{{engine="{engine}"}} {times}.0' in metrics
             assert await answers(server, tiny, lambda engine: None) == before
             await all_pages_free(server)
 
@@ -155,9 +176,9 @@ def test_a_host_without_weights_serves_and_survives_the_cpu_engines_death(tiny: 
             before = await answers(server, tiny, lambda engine: engines.update([engine]))
             assert [tokens[:64] for tokens in before[:5]] == tiny.answers
             assert engines["cpu"] > OUTPUT_TOKENS
+            first = server.supervisor.pids["cpu"]
             assert await answers(server, tiny, KillAfter(server, "cpu", 300)) == before
-            while server.frontend.missing:
-                await asyncio.sleep(0.05)
+            await recovered(server, "cpu", first)
             again: Counter[str] = Counter()
             assert await answers(server, tiny, lambda engine: again.update([engine])) == before
             assert again["cpu"] > OUTPUT_TOKENS
@@ -206,10 +227,7 @@ async def all_pages_free(server: Server) -> None:
 def test_when_the_gpu_engine_dies_streams_end_with_an_error_and_service_returns(tiny: Any) -> None:
     async def scenario() -> None:
         async with serving(options(tiny)) as server:
-            with pytest.raises(EngineError):
-                await answers(server, tiny, KillAfter(server, "gpu", 20))
-            while server.frontend.missing:
-                await asyncio.sleep(0.05)
+            await strike_at_work(server, tiny, KillAfter)
             again = await answers(server, tiny, lambda engine: None)
             assert [tokens[:64] for tokens in again[:5]] == tiny.answers
 
