@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dualpace.bench.drawing import MOST_INSIDE, add_legend, make_figure
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.metrics import summarize
 from dualpace.bench.record import Chunk, RequestRecord
@@ -201,6 +202,23 @@ def test_files_of_the_same_label_are_told_apart_by_their_names(tmp_path: Path) -
         written = texts(tmp_path / "figures" / f"{name}.svg").splitlines()
         assert {"dualpace, report-0.json", "dualpace, report-1.json"} <= set(written), name
         assert "dualpace" not in written
+
+
+def test_a_long_legend_covers_nothing_of_what_is_drawn() -> None:
+    for lines in (MOST_INSIDE, 4 * MOST_INSIDE):
+        figure, (axes,) = make_figure("many lines", "a slide rule")
+        for index in range(lines):
+            name = f"gated-free, {index}00,000 on the host: CPU engine"
+            axes.plot([0, 1], [0, index], label=name)
+        add_legend(axes)
+        figure.draw_without_rendering()  # warns where no room is left for the axes
+        legend, drawn = axes.get_legend().get_window_extent(), axes.get_window_extent()
+        if lines == MOST_INSIDE:
+            assert drawn.x0 <= legend.x0 <= legend.x1 <= drawn.x1
+        else:
+            assert drawn.x1 <= legend.x0 <= legend.x1 <= figure.bbox.x1
+            assert figure.bbox.y0 <= legend.y0 <= legend.y1 <= drawn.y1
+            assert drawn.width > 0.25 * figure.bbox.width
 
 
 def test_files_called_the_same_are_told_apart_by_their_folders(tmp_path: Path) -> None:

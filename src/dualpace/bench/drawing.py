@@ -18,6 +18,7 @@ LINE_COLORS = ("#e4572e", "#22313f", "#2e86ab", "#5b8c5a", "#8e5572", "#d4a017",
 PANEL_SIZE = (8.0, 4.8)  # inches
 SMALL_PANEL_SIZE = (4.6, 3.9)
 CHARACTERS_PER_INCH = 15
+MOST_INSIDE = 12  # lines of a legend; of more there is no room left to see what they stand for
 
 
 def make_figure(title: str, origin: str, panels: int = 1) -> tuple[Any, list[Any]]:
@@ -55,6 +56,15 @@ def use_log_scale(axis: Any) -> None:
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def add_legend(axes: Any) -> None:
+    """Inside the axes; beside them, small and in two columns, where it would cover the lines."""
+    if len(axes.get_legend_handles_labels()[1]) <= MOST_INSIDE:
+        axes.legend(frameon=False)
+    else:
+        beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "ncols": 2}
+        axes.legend(frameon=False, fontsize=6, columnspacing=1.0, **beside)
 
 
 def start_at_zero(axes: Any) -> None:
