@@ -18,6 +18,7 @@ import numpy.typing as npt
 from dualpace.bench.drawing import (
     LINE_COLORS,
     count_in_thousands,
+    literal_text,
     make_figure,
     save_figure,
     start_at_zero,
@@ -60,7 +61,8 @@ def draw_figures(
                 keys.extend(lacks)
             else:
                 able.append(result)
-        drawn = dict(kind.draw(able)) if able else {}
+        with literal_text():
+            drawn = dict(kind.draw(able)) if able else {}
         if able and not drawn:
             missing.append(f"no {kind.name}: {kind.unless}")
         for addition, figure in drawn.items():
