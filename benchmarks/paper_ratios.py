@@ -19,8 +19,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dualpace.bench.results import read_results
+from dualpace.bench.results import as_written, read_results
 from dualpace.bench.sustainable import Target, sustainable_rate
+from dualpace.core.errors import ConfigError
 
 NEO = ("gated", "gated-free")
 Line = Sequence[Mapping[str, Any]]  # the reports of one policy, by ascending request rate
@@ -63,18 +64,24 @@ def main() -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--ours", default="dualpace", help="the line that others are compared with")
     args = parser.parse_args()
-    lines = read_lines(args.files)
-    if args.ours not in lines:
-        parser.error(
-            f"no report of {args.ours!r} with a request rate; there are {', '.join(lines)}"
-        )
-    made = [compare(lines, args.ours, comparison) for comparison in COMPARISONS]
+    try:
+        with as_written(args.files):
+            lines = read_lines(args.files)
+            if args.ours not in lines:
+                raise ConfigError(
+                    f"no report of {args.ours!r} with a request rate; there are {', '.join(lines)}"
+                )
+            made = [compare(lines, args.ours, comparison) for comparison in COMPARISONS]
+            tables = [
+                ratio_table(f"{comparison.title}, {args.ours} over …", comparison, ratios, lines)
+                for comparison, ratios in zip(COMPARISONS, made, strict=True)
+            ]
+            tables.append(rate_table(lines))
+    except ConfigError as error:
+        parser.error(str(error))
     console = Console(width=110)
-    for comparison, ratios in zip(COMPARISONS, made, strict=True):
-        console.print(
-            ratio_table(f"{comparison.title}, {args.ours} over …", comparison, ratios, lines)
-        )
-    console.print(rate_table(lines))
+    for table in tables:
+        console.print(table)
     print(json.dumps({each.title: ratios for each, ratios in zip(COMPARISONS, made, strict=True)}))
 
 
@@ -82,7 +89,7 @@ def read_lines(files: Sequence[Path]) -> dict[str, Line]:
     """The reports of each policy that have a request rate."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for result in read_results(files):
-        if result.report["request_rate"] is not None:
+        if result.report.get("request_rate") is not None:
             lines.setdefault(result.label, []).append(result.report)
     return {name: sorted(line, key=lambda r: r["request_rate"]) for name, line in lines.items()}
 

@@ -8,6 +8,15 @@ set -eu
 shape=$1 trace=$2 results=$3
 shift 3
 . "$(dirname "$0")/shape.sh"
+for run in "$@"; do
+    case $run in
+    ?*:[0-9]*) ;;
+    *)
+        echo "$0: a run is POLICY:RATE, got $run" >&2
+        exit 2
+        ;;
+    esac
+done
 # shellcheck disable=SC2086,SC2046  # the options are words
 for run in "$@"; do
     policy=${run%:*} rate=${run#*:}

@@ -1,6 +1,6 @@
-# What the measurements of a model's shape have in common. For scripts that set `shape` to 8b or 70b:
-# the KV room that a 24 GB card has beside the 8B weights, or what a 141 GB card has beside the 70B
-# ones, with no weights on the host; and how long it takes until the tiers are full.
+# What the measurements of a model's shape have in common, for scripts that set `shape` to 8b or 70b,
+# `trace` and `results`: the KV room that a 24 GB card has beside the 8B weights, or what a 141 GB
+# card has beside the 70B ones, with no weights on the host; how long it takes until tiers are full.
 model=$(dirname "$0")/models/llama-3.1-$shape
 case $shape in
 8b)
@@ -18,6 +18,10 @@ case $shape in
     exit 2
     ;;
 esac
+if ! [ -r "$trace" ] || ! [ -d "$results" ] || ! [ -w "$results" ]; then
+    echo "$0: cannot read the trace $trace, or not write into the folder $results" >&2
+    exit 2
+fi
 dualpace=${DUALPACE:-dualpace}
 offline="$dualpace bench offline --model $model --load-format dummy $room --skip-longer $longest --num-warmups 4 --log-level info"
 

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import msgspec
 
+from dualpace.core.errors import ConfigError
 from dualpace.core.version import __version__
 from dualpace.policy.cost_model import Operation, Point
 from dualpace.profile.fingerprint import Fingerprint
-from dualpace.profile.table import Profile
+from dualpace.profile.table import Profile, load
 
 FOLDER = Path(__file__).parent.parent / "src/dualpace/profile/shipped"
 ROWS = (1, 16, 32, 64, 128, 192, 256)
@@ -85,7 +86,7 @@ def profile(
 
 def measured(file: Path, model: str) -> Profile:
     """What `dualpace profile run` stored, as the package's."""
-    stored = msgspec.json.decode(file.read_bytes(), type=Profile)
+    stored = load(file)
     note = f"Measured by `dualpace profile run` on {stored.date[:10]}, with random weights."
     return msgspec.structs.replace(stored, model=model, note=note)
 
@@ -128,7 +129,10 @@ def main() -> None:
     for name in MEASURED:
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", dest=name)
     given = vars(parser.parse_args())
-    made = {name: measured(file, MEASURED[name]) for name, file in given.items() if file}
+    try:
+        made = {name: measured(file, MEASURED[name]) for name, file in given.items() if file}
+    except ConfigError as error:
+        parser.error(str(error))
     made["rtx4090-llama-3.1-8b"] = rtx_4090_8b()
     for name, profile in made.items():
         path = FOLDER / f"{name}.json"

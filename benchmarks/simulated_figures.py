@@ -32,7 +32,9 @@ from dualpace.bench.load import (
 from dualpace.bench.metrics import summarize
 from dualpace.bench.provenance import describe_version
 from dualpace.bench.report import Circumstances, report_dict
+from dualpace.cli.options import require_writable
 from dualpace.cli.replays import today
+from dualpace.core.errors import ConfigError, DualPaceError
 from dualpace.policy.gated import GatedPolicy
 from dualpace.policy.view import Policy
 from dualpace.profile.shipped import open_profile, shipped_names
@@ -49,18 +51,48 @@ def main() -> None:
     parser.add_argument("--profile", default="rtx4090-llama-3.1-8b", help=f"{shipped_names()}")
     parser.add_argument("--what-if", default="", help="as of `dualpace simulate`")
     parser.add_argument("--trace", type=Path, help="Azure trace; default: log-normal lengths")
-    parser.add_argument("--num-requests", type=int, default=300)
-    parser.add_argument("--rates", default="2,2.5,3,3.5,inf", help="requests per second")
+    parser.add_argument("--num-requests", type=count, default=300)
+    parser.add_argument(
+        "--rates", type=rates, default="2,2.5,3,3.5,inf", help="requests per second"
+    )
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--host-kv", default="", help="rooms to compare, such as 8GiB,2x")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a GPU step")
-    parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--json", help="also write it here; with {policy} in it, a file for each")
+    parser.add_argument("--max-tokens", type=count, default=MAX_TOKENS, help="of a GPU step")
+    parser.add_argument("--max-model-len", type=count, default=8192)
+    parser.add_argument(
+        "--json", default="", help="also write it here; with {policy} in it, a file for each"
+    )
     args = parser.parse_args()
     policies = args.policies.split(",")
     if not set(policies) <= set(POLICIES):
         parser.error(f"--policies are {', '.join(POLICIES)}, got {args.policies}")
+    try:
+        run(args, policies)
+    except DualPaceError as error:
+        parser.error(str(error))
 
+
+def count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def rates(text: str) -> list[float]:
+    made = [float(rate) for rate in text.split(",")]
+    if not all(rate > 0.0 for rate in made):
+        raise ValueError
+    return made
+
+
+def run(args: argparse.Namespace, policies: list[str]) -> None:
+    """Raises `DualPaceError` where the arguments cannot work, before anything is simulated."""
+    files = {
+        name: Path(args.json.replace("{policy}", name))
+        for name in (policies if "{policy}" in args.json else [""])
+        if args.json
+    }
+    require_writable(*files.values())
     profile = what_if(open_profile(args.profile), args.what_if)
     if args.trace:
         lengths, source = read_azure_csv(args.trace, args.num_requests), args.trace.name
@@ -69,12 +101,18 @@ def main() -> None:
         lengths = AZURE_CONV_2023.generate(args.num_requests, seed=0)
     most = min(args.max_model_len, Machine(profile).largest_request("gated"))
     lengths, clipped = clip_lengths(lengths, most)
-    results = [
-        measure(changed, name, source, rate, lengths, args.max_tokens)
-        for rate in map(float, args.rates.split(","))
+    machines = [
+        (name, changed)
         for name in policies
         if policy_of(Machine(profile), name) is not None
         for changed in with_rooms(profile, args.host_kv.split(","), name)
+    ]
+    if not machines:
+        raise ConfigError(f"the profile covers none of {', '.join(policies)}")
+    results = [
+        measure(changed, name, source, rate, lengths, args.max_tokens)
+        for rate in args.rates
+        for name, changed in machines
     ]
     console = Console(width=140)
     console.print(
@@ -83,10 +121,9 @@ def main() -> None:
         markup=False, highlight=False,
     )  # fmt: skip
     console.print(table(results))
-    if args.json:
-        for name in policies if "{policy}" in args.json else [""]:
-            own = [each for each in results if name in ("", each["policy"])]
-            Path(args.json.replace("{policy}", name)).write_text(as_json(own) + "\n")
+    for name, file in files.items():
+        own = [each for each in results if name in ("", each["policy"])]
+        file.write_text(as_json(own) + "\n")
     print(as_json(results))
 
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from dualpace.bench.clients import Clients
+from dualpace.bench.load import LoadRequest
+from dualpace.bench.record import Chunk, RequestRecord
+from dualpace.bench.report import write_csv
+from dualpace.cli import bench as bench_module
 from dualpace.cli.bench import bench_app
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -156,6 +165,7 @@ def test_no_success_at_all_is_exit_code_1(server_url: str, model: str) -> None:
         (["--target", "ttft_s.p99=1", "--rates", "1,inf"], "--target needs --rates"),
         (["--target", "ttft=1", "--rates", "1,2"], "--target is METRIC.STATISTIC"),
         (["--json", "no/such/folder/r.json"], "is not a folder"),
+        (["--json", "x", "--csv", "x"], "cannot write x for two options"),
     ],
 )
 def test_options_that_cannot_work_are_explained(
@@ -173,6 +183,64 @@ def test_a_full_disk_is_explained_and_loses_no_measurement(server_url: str) -> N
         assert result.exit_code == 1
         assert "cannot write /dev/full: No space left on device" in result.stderr
         assert json.loads(result.stdout.splitlines()[-1])["succeeded"] > 0
+
+
+def test_files_are_written_also_where_stdout_is_full(server_url: str, tmp_path: Path) -> None:
+    report, rows = tmp_path / "r.json", tmp_path / "r.csv"
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "dualpace", "bench", "serve", "--base-url", server_url,
+             "--num-requests", "2", "--json", str(report), "--csv", str(rows)],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert json.loads(report.read_text())["succeeded"] == 2
+    assert len(rows.read_text().splitlines()) == 3
+
+
+def test_ctrl_c_in_a_warm_up_keeps_the_rates_before(
+    server_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rate's replay is over when the second one's warm-up is interrupted."""
+    loads: list[int] = []
+
+    class Impatient(Clients):
+        async def __call__(self, load: Any, *args: Any, **how: Any) -> Any:
+            loads.append(len(load))
+            if loads == interrupted_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await how["stop"].wait()
+            return await super().__call__(load, *args, **how)
+
+    monkeypatch.setattr(bench_module, "Clients", Impatient)
+    report = tmp_path / "r.json"
+    options = ["--rates", "50,100", "--clients", "1", "--json", str(report)]
+    interrupted_at = [1]
+    result = bench(server_url, *options)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert "stopped" in result.stderr
+    assert not report.exists()
+    loads.clear()
+    interrupted_at = [1, 12, 1]
+    assert bench(server_url, *options).exit_code == 130
+    assert [each["request_rate"] for each in json.loads(report.read_text())["sweep"]] == [50.0]
+    assert loads == interrupted_at
+
+
+def test_what_a_server_says_need_not_be_unicode(tmp_path: Path) -> None:
+    records = [
+        RequestRecord(LoadRequest(3, 1), 0.0, 1.0, 3, error="no \ud800"),
+        RequestRecord(LoadRequest(3, 1), 0.0, 1.0, 3, [Chunk(1.0, 1, "\udfff")]),
+    ]
+    write_csv(tmp_path / "r.csv", [(None, records)])
+    assert "no \\ud800" in (tmp_path / "r.csv").read_text()
+    script = "from dualpace.cli.tables import table_console; table_console().print('\\ud800 ×')"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.stdout == "\\ud800 \\xd7\n"
 
 
 def test_an_unreachable_server_is_explained(dead_url: str) -> None:

@@ -34,13 +34,16 @@ def run(
 
 
 @contextmanager
-def answering(part: bytes, times: int = 1) -> Iterator[str]:
-    """A server that answers anything with 200 and `part`, so many times."""
+def answering(
+    part: bytes, times: int = 1, status: int = 200, content_type: str = "text/plain"
+) -> Iterator[str]:
+    """A server that answers anything with `part`, so many times."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(200)
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
             self.end_headers()
             with suppress(OSError):
                 for _ in range(times):
@@ -130,6 +133,7 @@ def test_a_failure_is_recorded_with_its_reason_and_what_came_before(
         b"{nope",
         b"[1]",
         b"null",
+        b"[" * 100_000,
         b'{"choices": 7}',
         b'{"choices": [{"text": "\xff"}]}',
         b'{"usage": {"completion_tokens": -5}}',
@@ -152,6 +156,21 @@ def test_an_error_in_any_form_is_told(error: bytes) -> None:
     )
 
 
+def test_an_error_is_one_line_whatever_its_body_claims_to_be() -> None:
+    with answering(b"Bad\r\n  gateway \xff", 1, 502, "text/html; charset=base64") as url:
+        assert run(url, "any", [LoadRequest(3, 9)])[0].error == "HTTP 502: Bad gateway \ufffd"
+        with pytest.raises(ServerError, match="HTTP 502: Bad gateway"):
+            ask_models(url)
+
+
+def test_a_usage_of_nothing_until_the_end_hides_no_first_token() -> None:
+    chunk = b'data: {"choices": [{"text": "a"}], "usage": {"completion_tokens": 0}}\n\n'
+    end = b'data: {"choices": [], "usage": {"completion_tokens": 6}}\n\ndata: [DONE]\n\n'
+    [record] = run_against(chunk * 3 + end)
+    assert [each.tokens for each in record.chunks] == [2, 2, 2]
+    assert record.estimated
+
+
 def test_a_line_without_an_end_is_not_collected_for_ever() -> None:
     assert "longer than" in str(run_against(b"x" * 2**20, times=40)[0].error)
 
@@ -169,6 +188,7 @@ def test_an_engine_of_another_type_is_as_if_none_were_named() -> None:
         (b'{"data": [{"id": "m", "max_model_len": "x"}]}', "list of models"),
         (b'{"data": [{"id": 7}]}', "list of models"),
         (b'{"data": [1, null]}', "list of models"),
+        (b"[" * 100_000, "list of models"),
         (b'{"data": [{"id": "m", "max_model_len": -5}]}', "max_model_len is -5"),
     ],
 )

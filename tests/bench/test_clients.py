@@ -87,6 +87,25 @@ def test_a_client_that_dies_ends_the_replay_with_a_reason(server_url: str) -> No
     assert not multiprocessing.active_children()
 
 
+def test_a_signal_to_all_processes_is_the_parents_alone(server_url: str) -> None:
+    """As `timeout` and service managers send it."""
+
+    async def replay() -> list[RequestRecord]:
+        stop = asyncio.Event()
+
+        def on_progress(progress: Progress) -> None:
+            if progress.tokens and not stop.is_set():
+                for process in multiprocessing.active_children():
+                    process.terminate()
+                stop.set()
+
+        return await Clients(2, server_url, "fake")(
+            ENDLESS, draw_prompts(ENDLESS, 1000, 0), stop=stop, on_progress=on_progress
+        )
+
+    assert sum(record.output_tokens for record in asyncio.run(replay())) > 0
+
+
 def test_no_more_clients_work_than_the_limit_or_the_load_allows(server_url: str) -> None:
     async def worked(requests: int, max_concurrency: int | None) -> int:
         load = [LoadRequest(5, 4)] * requests

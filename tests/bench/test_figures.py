@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from dualpace.bench.drawing import MOST_INSIDE, add_legend, make_figure
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.metrics import summarize
+from dualpace.bench.plots import plot_tokens
 from dualpace.bench.record import Chunk, RequestRecord
 from dualpace.bench.report import Circumstances, report_dict
 from dualpace.bench.results import Result, make_lines
@@ -132,6 +133,17 @@ def test_older_reports_are_read_and_what_they_lack_is_told(tmp_path: Path) -> No
         "report-0.json is left out of tokens-over-time, cpu-progress, latency-by-rate, "
         "itl-by-rate, throughput-by-host-kv, lengths: it lacks timeline, request_rate, lengths"
     )
+
+
+def test_a_dollar_in_a_name_begins_no_formula(tmp_path: Path) -> None:
+    name = "$\\a{$"
+    result = draw(tmp_path, make_report(name, 2.0, 5))
+    assert result.exit_code == 0, result.output
+    for line in result.stdout.splitlines():
+        assert "lengths" in line or name in texts(Path(line))
+    records = [RequestRecord(LoadRequest(3, 1), 0.0, 1.0, 3, [Chunk(1.0, 1)])]
+    plot_tokens(tmp_path / "p.svg", records, Circumstances(name, "", "", "", "", ""))
+    assert name in texts(tmp_path / "p.svg")
 
 
 def test_nothing_to_draw_is_exit_code_1(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import sys
 
@@ -45,6 +46,14 @@ def test_usage_is_2_failure_1_and_ctrl_c_130(
     assert told.out == ""
     assert "Traceback" not in told.err
     assert (str(error) or "stopped") in told.err
+
+
+def test_sigterm_is_as_ctrl_c() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as ended, explained():
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.exit_code == 130
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_ctrl_c_while_the_program_is_still_being_imported_is_130_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dualpace.cli.main import app
 from dualpace.cli.options import EngineFlags, require_writable, takes_options
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import ConfigError
@@ -63,6 +65,25 @@ def test_engine_flags_cover_every_engine_option_with_its_default() -> None:
 def test_a_file_that_cannot_be_written_is_named_before_the_work(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"cannot write .* folder"):
         require_writable(tmp_path / name)
+
+
+def test_a_file_that_may_not_be_written_is_named_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "report.json"
+    there.touch()
+    require_writable(there)
+    monkeypatch.setattr(os, "access", lambda path, mode: path not in (there, tmp_path))  # as a user
+    for name in ("report.json", "other.json"):
+        with pytest.raises(ConfigError, match="not allowed"):
+            require_writable(tmp_path / name)
+
+
+def test_help_cuts_no_name_short_on_a_narrow_terminal() -> None:
+    result = CliRunner().invoke(app, ["bench", "offline", "--help"], env={"COLUMNS": "80"})
+    words = result.output.split()
+    for option in ("--max-num-batched-tokens", "--no-async-scheduling", "--gpu-memory-utilization"):
+        assert option in words
 
 
 @pytest.mark.parametrize("name", ["chart", "chart.json", "chart.gif"])

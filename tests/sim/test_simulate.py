@@ -76,6 +76,22 @@ def test_a_sweep_gives_the_rate_up_to_which_a_target_is_met() -> None:
     assert found["verdict"] == "interpolated"
 
 
+def test_ctrl_c_keeps_the_rates_that_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replay(self: Machine, load: list[LoadRequest], *args: Any, **how: Any) -> Any:
+        if load[-1].arrival_s < 1.0:
+            raise KeyboardInterrupt
+        return whole(self, load, *args, **how)
+
+    whole = Machine.replay
+    monkeypatch.setattr(Machine, "replay", replay)
+    result = run("--policy", "gpu-only", "--rates", "3,9000")
+    assert result.exit_code == 130
+    [done] = json.loads(result.stdout.splitlines()[-1])["sweep"]
+    assert (done["request_rate"], done["succeeded"]) == (3.0, 120)
+    early = run("--policy", "gpu-only", "--rates", "9000,3")
+    assert (early.exit_code, early.stdout) == (130, "")
+
+
 def test_a_faster_host_gives_more_and_a_hopeless_one_is_left_alone() -> None:
     plain = report()
     assert (

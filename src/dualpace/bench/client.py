@@ -63,14 +63,14 @@ def ask_models(base_url: str) -> list[ServedModel]:
         cards = response.json()["data"]
         return [_served(card) for card in cards]
     except httpx.HTTPStatusError as error:
-        said = _error_text(error.response.text)
+        said = _error_text(error.response.content)
         raise ServerError(f"{url} answered HTTP {error.response.status_code}: {said}") from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(
             f"no server answers at {base_url} ({error or type(error).__name__}). "
             "Is it running and ready? `dualpace serve MODEL` starts one; --base-url says where."
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ServerError(f"{url} did not answer with a list of models") from None
 
 
@@ -168,8 +168,8 @@ async def _stream(
     reader = _StreamReader(record)
     async with client.stream("POST", url, content=body, headers=headers) as response:
         if response.status_code != httpx.codes.OK:
-            await response.aread()
-            raise ValueError(f"HTTP {response.status_code}: {_error_text(response.text)}")
+            said = _error_text(await response.aread())
+            raise ValueError(f"HTTP {response.status_code}: {said}")
         async for arrived, data in _events(response, tally.now):
             tally.add_tokens(reader.feed(data, arrived), arrived)
     reader.close()
@@ -212,12 +212,13 @@ class _StreamReader:
             return self._take(json.loads(data), now)
         except (
             AttributeError, LookupError, TypeError, json.JSONDecodeError, UnicodeDecodeError,
+            RecursionError,
         ):  # fmt: skip
             raise ValueError(f"malformed chunk: {data[:ERROR_TEXT_LIMIT]!r}") from None
 
     def _take(self, event: dict[str, Any], now: float) -> int:
         if event.get("error"):
-            raise ValueError(f"error in the stream: {_error_text(json.dumps(event))}")
+            raise ValueError(f"error in the stream: {_error_text(json.dumps(event).encode())}")
         choice: dict[str, Any] = (event.get("choices") or [{}])[0]
         if choice.get("finish_reason"):
             self._record.finish_reason = choice["finish_reason"]
@@ -232,8 +233,11 @@ class _StreamReader:
         return tokens
 
     def _count(self, usage: dict[str, Any] | None, has_text: bool) -> int:
-        """Tokens of a chunk: from the running usage where given, else 1 for a chunk with text."""
-        if usage and usage.get("completion_tokens") is not None:
+        """Tokens of a chunk: from the running usage where given, else 1 for a chunk with text.
+
+        A usage that stays at 0 until the end is none.
+        """
+        if usage and usage.get("completion_tokens"):
             self._total = _count_of(usage["completion_tokens"])
             self._record.prompt_tokens = _count_of(
                 usage.get("prompt_tokens") or self._record.prompt_tokens
@@ -275,13 +279,13 @@ def _spread(chunks: list[Chunk], total: int) -> list[Chunk]:
     return [chunk for chunk in dealt if chunk.tokens]
 
 
-def _error_text(body: str) -> str:
-    """The message of an OpenAI-style error body, else the body's beginning."""
-    text: object = body
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+def _error_text(body: bytes) -> str:
+    """The message of an OpenAI-style error body, else the body's beginning; one line."""
+    text: object = body.decode(errors="replace")
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         error = json.loads(body)["error"]
         text = error["message"] if isinstance(error, dict) else error
-    return str(text).strip()[:ERROR_TEXT_LIMIT] or "(no message)"
+    return " ".join(str(text).split())[:ERROR_TEXT_LIMIT] or "(no message)"
 
 
 def _allow_open_files(count: int) -> None:

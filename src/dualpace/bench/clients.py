@@ -206,8 +206,9 @@ def _processes(shares: Sequence[_Share]) -> Iterator[tuple[list[BaseProcess], li
 
 
 def _work(pipe: Connection, share: _Share) -> None:
-    """What a client process does. Ctrl-C is the parent's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """What a client process does. Signals are the parent's to handle: they often come to all."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(BrokenPipeError, EOFError):  # the parent has gone
         pipe.send(asyncio.run(_answer(pipe, share)))
 

@@ -7,6 +7,7 @@ are made without pyplot: they need no display and leave no global state; a PNG i
 from __future__ import annotations
 
 import textwrap
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def make_figure(title: str, origin: str, panels: int = 1) -> tuple[Any, list[Any
         each.grid(axis="y", color=GRID_COLOR, linewidth=0.8)
         each.set_axisbelow(True)
     return figure, axes
+
+
+def literal_text() -> AbstractContextManager[None]:
+    """Within it a $ is one, also in pairs: no formula begins."""
+    from matplotlib import rc_context
+
+    return rc_context({"text.parse_math": False})
 
 
 def count_in_thousands(axis: Any) -> None:

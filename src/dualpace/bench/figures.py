@@ -19,6 +19,7 @@ from dualpace.bench.drawing import (
     LINE_COLORS,
     add_legend,
     count_in_thousands,
+    literal_text,
     make_figure,
     save_figure,
     start_at_zero,
@@ -61,7 +62,8 @@ def draw_figures(
                 keys.extend(lacks)
             else:
                 able.append(result)
-        drawn = dict(kind.draw(able)) if able else {}
+        with literal_text():
+            drawn = dict(kind.draw(able)) if able else {}
         if able and not drawn:
             missing.append(f"no {kind.name}: {kind.unless}")
         for addition, figure in drawn.items():

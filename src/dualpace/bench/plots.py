@@ -16,6 +16,7 @@ from dualpace.bench.drawing import (
     CPU_COLOR,
     TOTAL_COLOR,
     count_in_thousands,
+    literal_text,
     make_figure,
     save_figure,
 )
@@ -48,7 +49,8 @@ def cumulative_tokens(
 def plot_tokens(path: Path, records: Sequence[RequestRecord], circumstances: Circumstances) -> None:
     """Write the figure to `path` (PNG, or what its suffix says)."""
     title = f"{circumstances.model}: {circumstances.load}"
-    figure, (axes,) = make_figure(title, circumstances.origin)
+    with literal_text():
+        figure, (axes,) = make_figure(title, circumstances.origin)
     end = max((record.end_s for record in records), default=0.0)
     times, tokens = cumulative_tokens(records)
     _draw(axes, times, tokens, end, TOTAL_STYLE)

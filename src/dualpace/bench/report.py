@@ -137,7 +137,8 @@ def sweep_table(rows: Sequence[tuple[Circumstances, Summary]]) -> Table:
 def write_csv(path: Path, replays: Iterable[tuple[float | None, Iterable[RequestRecord]]]) -> None:
     """One line per request that was sent, of replays at a rate each: `CSV_COLUMNS`, of which index
     is the request's place in the load. What is undefined is empty."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    # What a server says need not be Unicode.
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)
         writer.writerow(CSV_COLUMNS)
         for rate, record in ((rate, record) for rate, records in replays for record in records):

@@ -5,6 +5,7 @@ A report is kept as the dict that it is: what an older one lacks is for its read
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -68,6 +69,22 @@ def _reports(file: Path) -> Iterator[dict[str, Any]]:
         ):
             raise ConfigError(f"{file} holds no report of bench serve, offline, assist or simulate")
         yield report
+
+
+@contextlib.contextmanager
+def as_written(files: Sequence[Path]) -> Iterator[None]:
+    """Reports are read as the dicts that they are: one that somebody has edited, or that another
+    program wrote, shows by what reading it raises. Raises `ConfigError` instead."""
+    try:
+        yield
+    except ConfigError:  # a ValueError, too
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        among = "" if len(files) == 1 else "one of "
+        raise ConfigError(
+            f"{among}{', '.join(map(str, files))} is not as the commands write it "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def describe_origins(results: Sequence[Result]) -> str:

@@ -25,8 +25,8 @@ from dualpace.cli.options import (
     LoadFormat,
     MaxModelLen,
     Model,
+    kept,
     require_writable,
-    written,
 )
 from dualpace.cli.replays import today
 from dualpace.cli.tables import table_console
@@ -46,7 +46,7 @@ def assist(
         list[int], typer.Option(min=1, max=256, help="Rows of a micro-batch; may be repeated.")
     ] = [64, 128],  # noqa: B006  # typer copies it
     attention_ms: Annotated[
-        list[float], typer.Option(min=0.0, help="Of the CPU for a layer; may be repeated.")
+        list[float], typer.Option(min=0.0, max=1e4, help="Of the CPU for a layer; may be repeated.")
     ] = [3.0, 6.0],  # noqa: B006
     decode_rows: Annotated[
         int, typer.Option(min=1, max=256, help="Of the GPU's steps beside.")
@@ -91,11 +91,9 @@ def assist(
         "hardware": describe_machine(), "date": today(), "version": describe_version(),
     }  # fmt: skip
     line = json.dumps(circumstances | msgspec.to_builtins(report))
-    _show(report)
-    typer.echo(line)
-    if json_file:
-        with explained(), written(json_file):
-            json_file.write_text(line + "\n", encoding="utf-8")
+    with explained(), kept(line, json_file):
+        _show(report)
+        typer.echo(line)
 
 
 def _measure(

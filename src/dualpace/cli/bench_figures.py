@@ -5,8 +5,6 @@ Chooses; `bench.results` reads and `bench.figures` draws.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +12,7 @@ import typer
 from rich.console import Console
 
 from dualpace.bench.figures import FORMATS, draw_figures
-from dualpace.bench.results import read_results
+from dualpace.bench.results import as_written, read_results
 from dualpace.cli.errors import explained
 from dualpace.cli.options import written
 from dualpace.core.errors import ConfigError
@@ -38,7 +36,7 @@ def figures(
         if file_format not in FORMATS:
             raise ConfigError(f"--format must be one of {', '.join(FORMATS)}, got {file_format!r}")
         results = read_results(files)
-        with written(out), _as_written(files):
+        with written(out), as_written(files):
             out.mkdir(parents=True, exist_ok=True)
             drawn, missing = draw_figures(results, out, file_format)
     errors = Console(stderr=True)
@@ -48,17 +46,3 @@ def figures(
         typer.echo(path)
     if not drawn:
         raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _as_written(files: Sequence[Path]) -> Iterator[None]:
-    """Reports are read as the dicts that they are: one that somebody has edited, or that another
-    program wrote, shows by what drawing it raises. Raises `ConfigError` instead."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        among = "" if len(files) == 1 else "one of "
-        raise ConfigError(
-            f"{among}{', '.join(map(str, files))} is not as the commands write it "
-            f"({type(error).__name__}: {error})"
-        ) from error

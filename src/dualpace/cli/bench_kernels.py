@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dualpace.cli.errors import explained
-from dualpace.cli.options import JsonFile, require_writable, written
+from dualpace.cli.options import JsonFile, kept, require_writable
 from dualpace.cli.tables import table_console
 from dualpace.core.config import format_size
 
@@ -52,15 +52,13 @@ def kernels(
     from dualpace.bench.hardware import describe_machine
 
     line = json.dumps({"hardware": describe_machine(), **msgspec.to_builtins(report)})
-    console = table_console()
-    for table in _tables(report):
-        console.print(table)
-    for note in report.notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
-    typer.echo(line)
-    if json_file:
-        with explained(), written(json_file):
-            json_file.write_text(line + "\n", encoding="utf-8")
+    with explained(), kept(line, json_file):
+        console = table_console()
+        for table in _tables(report):
+            console.print(table)
+        for note in report.notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        typer.echo(line)
 
 
 def _measure(

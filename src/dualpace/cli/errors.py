@@ -2,13 +2,14 @@
 
 2    what was asked cannot work: an option, the model, this machine. Typer's own for wrong usage
 1    something failed
-130  Ctrl-C
+130  Ctrl-C, or SIGTERM
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Iterator
 
 import typer
@@ -28,8 +29,10 @@ CANNOT_WORK = (ConfigError, HardwareError, ModelError, RequestError)
 
 @contextlib.contextmanager
 def explained(prefix: str = "error:") -> Iterator[None]:
-    """An error that a user can mend is told in one line on stderr, and ends the command."""
+    """An error that a user can mend is told in one line on stderr, and ends the command. Within,
+    SIGTERM is as Ctrl-C."""
     console = Console(stderr=True)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except (DualPaceError, OSError) as error:
@@ -42,3 +45,5 @@ def explained(prefix: str = "error:") -> Iterator[None]:
     except (KeyboardInterrupt, asyncio.CancelledError):
         console.print("[yellow]stopped[/yellow]")
         raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -19,6 +19,7 @@ app = typer.Typer(
     help="LLM serving on a GPU and its host.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # Rich cuts long names of options on a narrow terminal
 )
 app.command()(serve)
 app.command()(chat)

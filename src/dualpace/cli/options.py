@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,16 +190,33 @@ def written(file: Path) -> Iterator[None]:
         raise DualPaceError(f"cannot write {file}: {error.strerror or error}") from None
 
 
+@contextlib.contextmanager
+def kept(line: str, file: Path | None) -> Iterator[None]:
+    """Writes the line to the file, if there is one, at the end: also where what is shown within
+    finds stdout closed, or full. Raises as `written` does."""
+    try:
+        yield
+    finally:
+        if file:
+            with written(file):
+                file.write_text(line + "\n", encoding="utf-8")
+
+
 FIGURES = (".png", ".svg", ".pdf")
 
 
 def require_writable(*files: Path | None, figure: Path | None = None) -> None:
     """Fail before the work, not after it, where a result could not be written. figure: one that is
     drawn, in the format that its ending tells."""
-    for file in (*files, figure):
-        if file and not file.parent.is_dir():
+    wanted = [file for file in (*files, figure) if file]
+    for file in wanted:
+        if not file.parent.is_dir():
             raise ConfigError(f"cannot write {file}: {file.parent} is not a folder")
-        if file and file.is_dir():
+        if file.is_dir():
             raise ConfigError(f"cannot write {file}: it is a folder")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ConfigError(f"cannot write {file}: that is not allowed")
+        if wanted.count(file) > 1:
+            raise ConfigError(f"cannot write {file} for two options")
     if figure and figure.suffix.lower() not in FIGURES:
         raise ConfigError(f"cannot draw {figure}: its name must end in {', '.join(FIGURES)}")

@@ -40,8 +40,9 @@ Seconds = Annotated[float, typer.Option(min=0.0, help="About how long to measure
 def run(model: Model, flags: MeasureFlags, seconds: Seconds = 30.0) -> None:
     """Measure MODEL, store the profile, print it.
 
-    An earlier profile of the same machine and model is replaced. After Ctrl-C what was measured is
-    kept, and of the earlier one what was not reached, if it was measured with the same options.
+    An earlier profile of the same machine and model is replaced. After Ctrl-C, or SIGTERM, what was
+    measured is kept, and of the earlier one what was not reached, if it was measured with the same
+    options.
     """
     set_up_logging(logging.WARNING)
     with explained():

@@ -110,23 +110,25 @@ class Measurement:
     interrupted: bool = False
 
     async def run(self, send: Sender, console: Console) -> None:
-        """Warm up, then replay. Ctrl-C ends the replay with what it has."""
+        """Warm up, then replay. Ctrl-C ends either, the replay with what it has."""
         load = self.load.requests
         warmups = arrive_at_once(load[: self.pace.num_warmups])
         prompts = draw_prompts([*load, *warmups], self.vocab_size, self.seed)
-        if warmups:
-            with console.status("warming up"):
-                await send(warmups, prompts[len(load) :])
         stop = asyncio.Event()
-        with progress_bar(console, len(load)) as bar, _until_interrupted(stop):
-            self.records = await send(
-                load,
-                prompts[: len(load)],
-                max_concurrency=self.pace.max_concurrency,
-                seconds=self.pace.seconds,
-                stop=stop,
-                on_progress=bar,
-            )
+        with _until_interrupted(stop):
+            if warmups:
+                with console.status("warming up"):
+                    await send(warmups, prompts[len(load) :], stop=stop)
+            if not stop.is_set():
+                with progress_bar(console, len(load)) as bar:
+                    self.records = await send(
+                        load,
+                        prompts[: len(load)],
+                        max_concurrency=self.pace.max_concurrency,
+                        seconds=self.pace.seconds,
+                        stop=stop,
+                        on_progress=bar,
+                    )
         self.interrupted = stop.is_set()
         warn_if_ran_out(self.records, len(load), self.pace, console)
 

@@ -6,6 +6,7 @@ rate, and its JSON is an object with the list of reports under "sweep".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from dualpace.bench.report import (
 )
 from dualpace.bench.sustainable import parse_targets, sustainable_rate
 from dualpace.cli.load_flags import Load
-from dualpace.cli.options import JsonFile, require_writable, written
+from dualpace.cli.options import JsonFile, kept, require_writable, written
 from dualpace.cli.replays import print_failures
 from dualpace.cli.tables import table_console
 from dualpace.core.errors import ConfigError
@@ -105,9 +106,14 @@ def publish(
 ) -> None:
     """Print a table, then the line of JSON, and write the files. console: for failures.
 
-    Raises `DualPaceError` naming a file that cannot be written. Exits with 130 if
-    `interrupted`, with 1 where no request succeeded.
+    Each is done even where another one fails: on a full disk, say, or with stdout closed. Raises
+    `DualPaceError` naming a file that cannot be written. Exits with 130 if `interrupted`, with 1
+    where no request succeeded.
     """
+    if interrupted:
+        outcomes = [outcome for outcome in outcomes if outcome.records]
+        if not outcomes:
+            raise KeyboardInterrupt
     reports = [outcome.to_dict() for outcome in outcomes]
     result = _sweep(reports, files) if is_sweep else reports[0]
     line = json.dumps(result, allow_nan=False)
@@ -119,22 +125,20 @@ def publish(
         table = report_table(outcomes[0].circumstances, outcomes[0].summary)
     if outcomes[0].caption is not None:
         table.caption = escape(outcomes[0].caption)
-    out = table_console()
-    out.print(table)
-    if "sustainable" in result:
-        out.print(f"sustainable rate: {result['sustainable']['text']}", soft_wrap=True)
-    typer.echo(line)
-    # At last: a full disk loses no measurement.
-    if files.json_file:
-        with written(files.json_file):
-            files.json_file.write_text(line + "\n", encoding="utf-8")
-    if files.csv_file:
-        rows = [(outcome.circumstances.request_rate, outcome.records) for outcome in outcomes]
-        with written(files.csv_file):
-            write_csv(files.csv_file, rows)
-    if files.plot_file:
-        with written(files.plot_file):
-            plot_tokens(files.plot_file, outcomes[0].records, outcomes[0].circumstances)
+    with contextlib.ExitStack() as at_last:
+        if path := files.plot_file:
+            at_last.callback(
+                written(path)(plot_tokens), path, outcomes[0].records, outcomes[0].circumstances
+            )
+        if path := files.csv_file:
+            rows = [(outcome.circumstances.request_rate, outcome.records) for outcome in outcomes]
+            at_last.callback(written(path)(write_csv), path, rows)
+        at_last.enter_context(kept(line, files.json_file))
+        out = table_console()
+        out.print(table)
+        if "sustainable" in result:
+            out.print(f"sustainable rate: {result['sustainable']['text']}", soft_wrap=True)
+        typer.echo(line)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if not any(outcome.summary.succeeded for outcome in outcomes):

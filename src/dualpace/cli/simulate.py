@@ -84,7 +84,10 @@ def simulate(
         bool, typer.Option(help="Let the GPU do dense work for the CPU engine where that pays.")
     ] = True,
 ) -> None:
-    """Run a load against a simulated server of the measured speed; print a table, and JSON last."""
+    """Run a load against a simulated server of the measured speed; print a table, and JSON last.
+
+    Ctrl-C reports the rates of a sweep that are done.
+    """
     errors = Console(stderr=True)
     with explained():
         loads = load_flags.build()
@@ -129,17 +132,22 @@ def simulate(
         host_tokens = 0 if name == "gpu-only" else machine.host_pages * page_tokens
         device = profile.fingerprint.device_kind
         step_tokens = max_num_batched_tokens or BATCHED_TOKENS[device]
-        outcomes = []
+        outcomes: list[Outcome] = []
+        interrupted = False
         for load in loads:
-            with progress_bar(errors, len(load.requests), "simulating") as bar:
-                records, durations = machine.replay(
-                    load.requests,
-                    machine.policy(name, rules, gpu_itl_target),
-                    step_tokens,
-                    max_concurrency=loop.max_concurrency,
-                    seconds=loop.seconds,
-                    on_progress=bar,
-                )
+            try:
+                with progress_bar(errors, len(load.requests), "simulating") as bar:
+                    records, durations = machine.replay(
+                        load.requests,
+                        machine.policy(name, rules, gpu_itl_target),
+                        step_tokens,
+                        max_concurrency=loop.max_concurrency,
+                        seconds=loop.seconds,
+                        on_progress=bar,
+                    )
+            except KeyboardInterrupt:
+                interrupted = True
+                break
             warn_if_ran_out(records, len(load.requests), loop, errors)
             circumstances = Circumstances(
                 model=f"{profile.model} (simulated)",
@@ -167,4 +175,4 @@ def simulate(
                 + (f"\n{profile.note}" if profile.note else "")
             )
             outcomes.append(Outcome(circumstances, records, loop.window, extra, caption))
-        publish(outcomes, files, errors, is_sweep=len(loads) > 1)
+        publish(outcomes, files, errors, is_sweep=len(loads) > 1, interrupted=interrupted)
