@@ -99,6 +99,26 @@ def test_a_second_signal_ends_streams_at_once_and_cleans_up_all_the_same(
     runtime.rmdir()  # nothing is left in it
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_stream_is_finished_also_where_every_process_is_told_to_stop(
+    how: signal.Signals, command: list[str], tmp_path: Path
+) -> None:
+    """As a service manager tells all processes of a unit."""
+    process, address = start(command, tmp_path / "log")
+    body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        assert "choices" in next(lines)
+        for pid in (*engines_of(process.pid), process.pid):
+            os.kill(pid, how)
+        *_, usage, end = [line for line in lines if line]
+    assert '"completion_tokens":4000' in usage.replace(" ", "")
+    assert end == "data: [DONE]"
+    assert process.wait(30) == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 def test_a_server_answers_from_the_start_and_says_that_it_loads(
     command: list[str], tmp_path: Path
 ) -> None:

@@ -11,7 +11,8 @@ from dualpace.cli.logs import set_up_logging
 from dualpace.wiring import run_engine
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # its parent's, which may let requests end first
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)  # the supervisor asks an engine that hangs where
     set_up_logging(logging.INFO)
     run_engine(sys.argv[1])
