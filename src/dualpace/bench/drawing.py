@@ -57,6 +57,14 @@ def use_log_scale(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def add_legend(axes: Any) -> None:
+    """The legend, where it hides least of the lines."""
+    # Asked for by name: where that place is only the default, a search for it that takes a second,
+    # on a machine that is busy, is warned of.
+    legend = axes.legend(frameon=False, loc="best")
+    legend.set_in_layout(False)  # or names longer than the axes would leave these no room at all
+
+
 def start_at_zero(axes: Any) -> None:
     """The y axis from 0, with some room above what is drawn."""
     axes.set_ylim(0.0, axes.get_ylim()[1] * 1.05)

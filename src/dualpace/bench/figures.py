@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from dualpace.bench.drawing import (
     LINE_COLORS,
+    add_legend,
     count_in_thousands,
     make_figure,
     save_figure,
@@ -113,7 +114,7 @@ def _tokens_over_time(results: list[Result]) -> Drawn:
                     axes.plot(times, tokens, color=color, linestyle="--", label=of_cpu)
         axes.set(xlabel="seconds since the first request", ylabel="output tokens, cumulative")
         count_in_thousands(axes.yaxis)
-        axes.legend(frameon=False)
+        add_legend(axes)
         yield name, figure
 
 
@@ -137,7 +138,7 @@ def _cpu_progress(results: list[Result]) -> Drawn:
             xlabel="seconds since the first request", ylabel="tokens of the CPU engine, cumulative"
         )
         count_in_thousands(axes.yaxis)
-        axes.legend(frameon=False)
+        add_legend(axes)
         yield name, figure
 
 
@@ -154,7 +155,7 @@ def _lengths(results: list[Result]) -> Drawn:
                 axes.plot(lengths, share, color=color, linestyle=style, label=name)
     axes.set(xlabel="tokens", ylabel="share of requests up to this length")
     use_log_scale(axes.xaxis)
-    axes.legend(frameon=False)
+    add_legend(axes)
     yield "", figure
 
 
@@ -180,7 +181,7 @@ def _latency_by_rate(results: list[Result]) -> Drawn:
     count_in_thousands(throughput.yaxis)
     for axes in (normalized, ttft, throughput):
         axes.set_xlabel("requests per second")
-    normalized.legend(frameon=False)
+    add_legend(normalized)
     yield "", figure
 
 
@@ -194,7 +195,7 @@ def _itl_by_rate(results: list[Result]) -> Drawn:
         _along_rates(axes, line, ("itl_s", "p99"), color, label)
     axes.set(xlabel="requests per second", ylabel="p99 ITL (s)")
     use_log_scale(axes.yaxis)
-    axes.legend(frameon=False)
+    add_legend(axes)
     yield "", figure
 
 
@@ -222,7 +223,7 @@ def _throughput_by_host_kv(results: list[Result]) -> Drawn:
         start_at_zero(axes)
         count_in_thousands(axes.xaxis)
         count_in_thousands(axes.yaxis)
-        axes.legend(frameon=False)
+        add_legend(axes)
         yield name, figure
 
 
@@ -258,7 +259,7 @@ def _assisted_layer(results: list[Result]) -> Drawn:
             fontsize=8,
         )
         axes.set(ylabel="milliseconds", xlabel="rows, attention of the CPU, the GPU's own steps")
-        axes.legend(frameon=False)
+        add_legend(axes)
         yield f"{index + 1}" if len(results) > 1 else "", figure
 
 
