@@ -26,10 +26,9 @@ from dualpace.cli.options import (
     MaxModelLen,
     Model,
     require_writable,
-    written,
 )
 from dualpace.cli.replays import today
-from dualpace.cli.tables import table_console
+from dualpace.cli.tables import print_json, table_console
 from dualpace.core.config import EngineConfig, EngineOptions, format_size
 from dualpace.core.errors import ConfigError
 from dualpace.core.plan import Batch
@@ -92,10 +91,8 @@ def assist(
     }  # fmt: skip
     line = json.dumps(circumstances | msgspec.to_builtins(report))
     _show(report)
-    typer.echo(line)
-    if json_file:
-        with explained(), written(json_file):
-            json_file.write_text(line + "\n", encoding="utf-8")
+    with explained():
+        print_json(line, json_file)
 
 
 def _measure(

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dualpace.cli.errors import explained
-from dualpace.cli.options import JsonFile, require_writable, written
-from dualpace.cli.tables import table_console
+from dualpace.cli.options import JsonFile, require_writable
+from dualpace.cli.tables import print_json, table_console
 from dualpace.core.config import format_size
 
 if TYPE_CHECKING:
@@ -57,10 +57,8 @@ def kernels(
         console.print(table)
     for note in report.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
-    typer.echo(line)
-    if json_file:
-        with explained(), written(json_file):
-            json_file.write_text(line + "\n", encoding="utf-8")
+    with explained():
+        print_json(line, json_file)
 
 
 def _measure(

@@ -32,7 +32,7 @@ from dualpace.bench.sustainable import parse_targets, sustainable_rate
 from dualpace.cli.load_flags import Load
 from dualpace.cli.options import JsonFile, require_writable, written
 from dualpace.cli.replays import print_failures
-from dualpace.cli.tables import table_console
+from dualpace.cli.tables import print_json, table_console
 from dualpace.core.errors import ConfigError
 
 INTERRUPTED = 130  # exit code after Ctrl-C
@@ -123,11 +123,8 @@ def publish(
     out.print(table)
     if "sustainable" in result:
         out.print(f"sustainable rate: {result['sustainable']['text']}", soft_wrap=True)
-    typer.echo(line)
-    # At last: a full disk loses no measurement.
-    if files.json_file:
-        with written(files.json_file):
-            files.json_file.write_text(line + "\n", encoding="utf-8")
+    # Files are last: a full disk loses no measurement.
+    print_json(line, files.json_file)
     if files.csv_file:
         rows = [(outcome.circumstances.request_rate, outcome.records) for outcome in outcomes]
         with written(files.csv_file):
