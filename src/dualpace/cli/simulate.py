@@ -22,10 +22,11 @@ from dualpace.cli.replays import LoopFlags, progress_bar, today, warn_if_ran_out
 from dualpace.cli.reports import Outcome, ReportFlags, publish
 from dualpace.core.config import EngineOptions
 from dualpace.core.errors import ConfigError
+from dualpace.core.plan import ROUTES
 from dualpace.profile.shipped import open_profile, shipped_names
 from dualpace.profile.what_if import what_if
 from dualpace.resolution import BATCHED_TOKENS
-from dualpace.sim.machine import ROUTES, Machine
+from dualpace.sim.machine import Machine
 
 
 @takes_options
@@ -108,7 +109,7 @@ def simulate(
             what_if(open_profile(profile_name), changes),
             **{field: value for field, value in given.items() if value is not None},
         )
-        machine = Machine(profile, ROUTES if assist else ROUTES[:1])
+        machine = Machine(profile, ROUTES if assist else ("local",))
         rules = None
         if name == "dualpace" and machine.host_pages:
             rules = machine.host_rules(cpu_itl_target)

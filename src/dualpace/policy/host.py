@@ -171,12 +171,15 @@ def default_itl_target(
     return min(max(enough / ADMITTED, FASTEST_TARGET), SLOWEST_TARGET)
 
 
-def gpu_token_rate(costs: CostModel, gpu_tokens: int, max_rows: int) -> float:
-    """Tokens a second that the GPU makes of full seats; 0 if that cannot be told."""
-    seats = min(gpu_tokens // TYPICAL_CONTEXT, max_rows)
+def gpu_token_rate(
+    costs: CostModel, gpu_tokens: int, max_rows: int, context: int = TYPICAL_CONTEXT
+) -> float:
+    """Tokens a second that the GPU makes of full seats, by requests of `context` tokens each; 0 if
+    that cannot be told."""
+    seats = min(gpu_tokens // context, max_rows)
     if not seats or not costs.covers("gpu_decode"):
         return 0.0
-    return seats / costs.gpu_decode(seats, seats * TYPICAL_CONTEXT).seconds
+    return seats / costs.gpu_decode(seats, seats * context).seconds
 
 
 def why_no_help(

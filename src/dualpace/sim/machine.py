@@ -13,7 +13,7 @@ from dualpace.bench.record import RequestRecord
 from dualpace.bench.replay import Progress
 from dualpace.core.config import EngineOptions, PolicyName
 from dualpace.core.errors import ConfigError
-from dualpace.core.plan import Route
+from dualpace.core.plan import ROUTES, Route
 from dualpace.policy.cost_model import TableCostModel
 from dualpace.policy.gated import longest_request
 from dualpace.policy.host import HostRules, default_itl_target, runnable, why_no_help
@@ -23,7 +23,6 @@ from dualpace.profile.table import Profile
 from dualpace.sim.hardware import Durations
 from dualpace.sim.replay import replay
 
-ROUTES: tuple[Route, ...] = ("local", "assist", "assist2")
 MAX_ROWS = EngineOptions(model="").max_num_seqs
 MAX_KV_TOKENS = 100_000_000  # of a tier: each page is an object here
 MIN_COPY_BANDWIDTH = 1e3  # bytes per second: any slower, and copies outlast every load
