@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -29,6 +30,11 @@ class RowView(msgspec.Struct, frozen=True):
     def remaining(self) -> int:
         """Positions still to compute before its next token can be sampled."""
         return self.tokens - self.computed
+
+
+def short_of_pages(rows: Iterable[RowView], page_tokens: int, lead: int = 1) -> int:
+    """How many rows have pages that do not cover the next `lead` positions."""
+    return sum(row.computed + lead > row.pages * page_tokens for row in rows)
 
 
 class GpuView(msgspec.Struct, frozen=True, kw_only=True):
