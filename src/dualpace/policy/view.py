@@ -78,11 +78,11 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     admit: waiting rows that get GPU pages; reserve: waiting rows for which host pages are asked;
     promote: host rows to recall; demote: rows to move to the host; preempt: rows to recompute
     later; prefill: (row, number of positions) of the next step. Rows left in `decoding` decode.
-    token_rate: tokens that one more second of the GPU would yield; prefill_share: of the time of
-    the next step that prompts will take. Both tell what the CPU engine runs beside. seconds: that
-    the next step, one with prompts, is likely to take; 0 where that is not known. gate: host rows
-    that decode in the first and in the second half of this step, where one scheduler owns both
-    tiers.
+    token_rate: tokens that one more second of the GPU would yield, which tells the CPU engine what
+    its assists cost; prefill_share: the part of the next step's time that prompts will take;
+    seconds: what that step, one with prompts, is likely to take, 0 where that is not known. gate:
+    host rows that decode in the first and in the second half of this step, where one scheduler owns
+    both tiers.
     """
 
     admit: tuple[str, ...] = ()
