@@ -238,9 +238,18 @@ def test_files_called_the_same_are_told_apart_by_their_folders(tmp_path: Path) -
     for file in files:
         file.parent.mkdir()
         file.write_text(json.dumps(make_report("dualpace", 2.0, 9000)))
-    assert draw_files(tmp_path, *files).exit_code == 0
+    result = draw_files(tmp_path, *files)
+    assert result.exit_code == 0, result.output
     written = texts(tmp_path / "figures" / "itl-by-rate.svg").splitlines()
-    assert {f"dualpace, {file}" for file in files} <= set(written)
+    assert {"dualpace, monday/result.json", "dualpace, tuesday/result.json"} <= set(written)
+
+
+def test_names_longer_than_the_axes_leave_these_their_room(tmp_path: Path) -> None:
+    files = [tmp_path / f"{name * 200}.json" for name in "ab"]
+    for file in files:
+        file.write_text(json.dumps(make_report("dualpace", 2.0, 9000)))
+    result = draw_files(tmp_path, *files)  # a layout that does not come about is warned of
+    assert result.exit_code == 0, result.exception
 
 
 def test_files_of_different_rates_are_one_line() -> None:

@@ -37,7 +37,7 @@ def test_unclipped_draws_have_the_published_mean_and_median(
 
 
 def test_generated_load_is_seeded_clipped_and_never_empty() -> None:
-    model = AZURE_CONV_2023.scaled(0.01, 0.01)
+    model = AZURE_CONV_2023.scaled(0.01)
     load = model.generate(2000, seed=7)
     assert load == model.generate(2000, seed=7)
     assert load != model.generate(2000, seed=8)
@@ -140,7 +140,7 @@ def test_scaling_leaves_at_least_one_token() -> None:
 
 
 def test_prompts_have_exactly_the_length_and_ordinary_ids() -> None:
-    load = AZURE_CONV_2023.scaled(0.1, 0.1).generate(50, seed=0)
+    load = AZURE_CONV_2023.scaled(0.1).generate(50, seed=0)
     prompts = draw_prompts(load, vocab_size=1000, seed=0)
     assert [len(prompt) for prompt in prompts] == [request.prompt_tokens for request in load]
     ids = np.concatenate(prompts)

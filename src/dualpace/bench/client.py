@@ -6,20 +6,19 @@ no engine; reads the field `engine` of a chunk if there is one.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import httpx
 import msgspec
 
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.record import Chunk, RequestRecord
-from dualpace.bench.replay import Progress, Tally
+from dualpace.bench.replay import Course, Tally
 from dualpace.bench.replay import replay as replay_load
 from dualpace.core.errors import DualPaceError
 from dualpace.core.garbage import frozen_heap
@@ -90,12 +89,9 @@ async def replay(
     load: Sequence[LoadRequest],
     prompts: Sequence[list[int]],
     *,
-    max_concurrency: int | None = None,
-    seconds: float | None = None,
-    stop: asyncio.Event | None = None,
     begin: Callable[[], Awaitable[float]] | None = None,
     silence_timeout_s: float = 600.0,
-    on_progress: Callable[[Progress], None] | None = None,
+    **course: Unpack[Course],
 ) -> list[RequestRecord]:
     """`bench.replay.replay` against a server.
 
@@ -129,15 +125,7 @@ async def replay(
             except (httpx.HTTPError, OSError, ValueError) as error:
                 raise ServerError(str(error) or type(error).__name__) from error
 
-        return await replay_load(
-            load,
-            send,
-            max_concurrency=max_concurrency,
-            seconds=seconds,
-            stop=stop,
-            start=await begin() if begin else None,
-            on_progress=on_progress,
-        )
+        return await replay_load(load, send, start=await begin() if begin else None, **course)
 
 
 def _body(model: str, request: LoadRequest, prompt: list[int]) -> bytes:

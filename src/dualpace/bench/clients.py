@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -152,7 +152,7 @@ class _Follower:
         while isinstance(message := await self._receive(part), Progress):
             self._progress[part] = message
             if self._on_progress:
-                columns = zip(*map(_counts, self._progress), strict=True)
+                columns = zip(*map(astuple, self._progress), strict=True)
                 self._on_progress(Progress(*map(sum, columns)))
         records, busy = message
         for record in records:
@@ -174,10 +174,6 @@ class _Follower:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has just ended
                 pipe.send("stop")
-
-
-def _counts(progress: Progress) -> tuple[int, int, int, int]:
-    return progress.sent, progress.finished, progress.failed, progress.tokens
 
 
 @contextlib.contextmanager
@@ -230,7 +226,11 @@ async def _answer(pipe: Connection, share: _Share) -> tuple[list[RequestRecord],
 
 
 async def _replay(
-    share: _Share, *, begin: Callable[[], Awaitable[float]] | None = None, **how: Any
+    share: _Share,
+    *,
+    begin: Callable[[], Awaitable[float]] | None = None,
+    stop: asyncio.Event | None,
+    on_progress: Callable[[Progress], None] | None,
 ) -> tuple[list[RequestRecord], float]:
     """The records, and the part of the replay's time for which this process was busy."""
     start = cpu_start = 0.0
@@ -246,11 +246,12 @@ async def _replay(
         share.model,
         share.load,
         share.prompts,
+        begin=start_clocks,
+        silence_timeout_s=share.silence_timeout_s,
         max_concurrency=share.max_concurrency,
         seconds=share.seconds,
-        silence_timeout_s=share.silence_timeout_s,
-        begin=start_clocks,
-        **how,
+        stop=stop,
+        on_progress=on_progress,
     )
     return records, (time.process_time() - cpu_start) / (time.perf_counter() - start)
 

@@ -67,9 +67,13 @@ def use_log_scale(axis: Any) -> None:
 
 
 def add_legend(axes: Any) -> None:
-    """Inside the axes; beside them, small and in two columns, where it would cover the lines."""
+    """Inside the axes, where it hides least of the lines; beside them, small and in two columns,
+    where it would hide all."""
     if len(axes.get_legend_handles_labels()[1]) <= MOST_INSIDE:
-        axes.legend(frameon=False)
+        # Asked for by name: where that place is only the default, a search for it that takes a
+        # second, on a machine that is busy, is warned of.
+        legend = axes.legend(frameon=False, loc="best")
+        legend.set_in_layout(False)  # or long names would leave the axes no room at all
     else:
         beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "ncols": 2}
         axes.legend(frameon=False, fontsize=6, columnspacing=1.0, **beside)

@@ -6,26 +6,17 @@ Describes the machine of the *client*: right where the server runs here too, and
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
-from pathlib import Path
+
+from dualpace.core.machine import cpu_name
 
 
 def describe_machine() -> str:
     """CPU, cores that this process may use, and GPUs if any: "AMD EPYC, 2 cores, no GPU"."""
     cores = len(os.sched_getaffinity(0))
     gpus = _gpu_names()
-    return f"{_cpu_name()}, {cores} cores, {' + '.join(gpus) if gpus else 'no GPU'}"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return f"{cpu_name()}, {cores} cores, {' + '.join(gpus) if gpus else 'no GPU'}"
 
 
 def _gpu_names() -> list[str]:

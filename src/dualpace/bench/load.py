@@ -85,13 +85,13 @@ class LengthModel:
     max_prompt: int
     max_output: int
 
-    def scaled(self, prompt: float, output: float) -> LengthModel:
+    def scaled(self, factor: float) -> LengthModel:
         """The model for a smaller (or larger) server: lengths and their limits are multiplied."""
         return LengthModel(
-            self.prompt.scaled(prompt),
-            self.output.scaled(output),
-            max(1, round(self.max_prompt * prompt)),
-            max(1, round(self.max_output * output)),
+            self.prompt.scaled(factor),
+            self.output.scaled(factor),
+            max(1, round(self.max_prompt * factor)),
+            max(1, round(self.max_output * factor)),
         )
 
     def generate(self, count: int, seed: int) -> list[LoadRequest]:

@@ -111,7 +111,6 @@ def summarize(
     output_tokens = sum(record.output_tokens for record in good)
     duration = _duration(records)
     by_engine = tokens_by_engine(good)
-    gaps, gap_tokens = _gaps(good)
     return Summary(
         requests=len(records),
         succeeded=len(good),
@@ -130,9 +129,9 @@ def summarize(
         total_tokens_per_s=_rate(prompt_tokens + output_tokens, duration),
         tokens_by_engine=by_engine,
         ttft_s=distribution(record.ttft_s for record in good),
-        itl_s=distribution(np.repeat(gaps / gap_tokens, gap_tokens)),
+        itl_s=_itl(good),
         itl_by_engine_s=_itl_by_engine(good, by_engine),
-        chunk_gap_s=distribution(gaps),
+        chunk_gap_s=distribution(_gaps(good)[0]),
         tpot_s=distribution(record.tpot_s for record in good),
         normalized_latency_s=distribution(_per_token(record, 0) for record in good),
         normalized_latency_all_s=distribution(
@@ -154,14 +153,13 @@ def summarize_window(
     sent = [record for record in seen if start_s <= record.sent_s < end_s]
     by_engine = tokens_by_engine(seen, start_s, end_s)
     tokens = sum(by_engine.values())
-    gaps, gap_tokens = _gaps(seen, start_s, end_s)
     return WindowSummary(
         start_s=start_s,
         end_s=end_s,
         output_tokens=tokens,
         output_tokens_per_s=_rate(tokens, end_s - start_s),
         tokens_by_engine=by_engine,
-        itl_s=distribution(np.repeat(gaps / gap_tokens, gap_tokens)),
+        itl_s=_itl(seen, start_s, end_s),
         itl_by_engine_s=_itl_by_engine(seen, by_engine, start_s, end_s),
         requests=len(sent),
         unanswered=sum(not record.chunks for record in sent),
@@ -199,12 +197,24 @@ def _itl_by_engine(
     start_s: float = -math.inf,
     end_s: float = math.inf,
 ) -> dict[str, Distribution]:
-    answer = {}
-    for engine in engines:
-        if engine != UNREPORTED:
-            gaps, tokens = _gaps(records, start_s, end_s, engine)
-            answer[engine] = distribution(np.repeat(gaps / tokens, tokens))
-    return answer
+    return {
+        engine: _itl(records, start_s, end_s, engine) for engine in engines if engine != UNREPORTED
+    }
+
+
+def _itl(
+    records: Iterable[RequestRecord],
+    start_s: float = -math.inf,
+    end_s: float = math.inf,
+    engine: str | None = None,
+) -> Distribution:
+    """Inter-token latencies; arguments are those of `_gaps`.
+
+    A gap that ends in k tokens counts as k latencies of a k-th of it: a server that bundles tokens
+    gains nothing in ITL, and the gap that its user sees is reported beside it.
+    """
+    gaps, tokens = _gaps(records, start_s, end_s, engine)
+    return distribution(np.repeat(gaps / tokens, tokens))
 
 
 def _gaps(
@@ -214,11 +224,7 @@ def _gaps(
     engine: str | None = None,
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Seconds between a chunk that arrived in that time and the one before it, and its tokens; of
-    all chunks, or where both came from `engine`.
-
-    A gap that ends in k tokens is k inter-token latencies of a k-th of it: a server that bundles
-    tokens gains nothing in ITL, and the gap that its user sees is reported beside it.
-    """
+    all chunks, or where both came from `engine`."""
     gaps: list[float] = []
     tokens: list[int] = []
     for record in records:

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.record import RequestRecord
@@ -67,6 +68,15 @@ class Tally:
 Send = Callable[[int, RequestRecord, Tally], Awaitable[None]]
 
 
+class Course(TypedDict, total=False):
+    """Options of `replay`, for those who hand them on to it."""
+
+    max_concurrency: int | None
+    seconds: float | None
+    stop: asyncio.Event | None
+    on_progress: Callable[[Progress], None] | None
+
+
 async def replay(
     load: Sequence[LoadRequest],
     send: Send,
@@ -79,9 +89,9 @@ async def replay(
 ) -> list[RequestRecord]:
     """Send every request at its arrival time; a record of each that was sent, in `load`'s order.
 
-    After `seconds`, or once `stop` is set, nothing more is sent, and what is under way is cut off.
-    A failing request never stops the others. start: the moment of `time.perf_counter` that is
-    second 0, by default now.
+    At most `max_concurrency` are in flight. After `seconds`, or once `stop` is set, nothing more is
+    sent, and what is in flight is cut off. A failing request never stops the others. start: the
+    moment of `time.perf_counter` that is second 0, by default now.
     """
     tally = Tally(time.perf_counter() if start is None else start, on_progress)
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()

@@ -69,20 +69,20 @@ def report_table(circumstances: Circumstances, summary: Summary) -> Table:
     for name in ("mean", "p50", "p90", "p99", "max"):
         table.add_column(name, justify="right")
 
-    _add_count(table, "requests", f"{summary.succeeded} of {summary.requests}")
+    table.add_row("requests", f"{summary.succeeded} of {summary.requests}")
     if summary.failed:
         text = f"[red]{summary.failed}[/red] (after {summary.failed_tokens} tokens)"
-        _add_count(table, "failed", text)
+        table.add_row("failed", text)
     if summary.unfinished:
         text = f"[yellow]{summary.unfinished}[/] (after {summary.unfinished_tokens} tokens)"
-        _add_count(table, "unfinished", text)
+        table.add_row("unfinished", text)
     if summary.wrong_length:
-        _add_count(table, "wrong length", f"[yellow]{summary.wrong_length}[/]")
+        table.add_row("wrong length", f"[yellow]{summary.wrong_length}[/]")
     if summary.estimated:
-        _add_count(table, "guessed chunk sizes", f"[yellow]{summary.estimated}[/]")
-    _add_count(table, "duration", _seconds(summary.duration_s))
-    _add_count(table, "output tokens/s", _number(summary.output_tokens_per_s))
-    _add_count(table, "total tokens/s", _number(summary.total_tokens_per_s))
+        table.add_row("guessed chunk sizes", f"[yellow]{summary.estimated}[/]")
+    table.add_row("duration", _seconds(summary.duration_s))
+    table.add_row("output tokens/s", _number(summary.output_tokens_per_s))
+    table.add_row("total tokens/s", _number(summary.total_tokens_per_s))
     _add_engines(table, summary.tokens_by_engine)
     table.add_section()
     _add_times(table, "TTFT", summary.ttft_s)
@@ -156,13 +156,13 @@ def write_csv(path: Path, replays: Iterable[tuple[float | None, Iterable[Request
 
 def _add_window(table: Table, window: WindowSummary) -> None:
     table.add_section()
-    _add_count(table, "window", f"{window.start_s:.1f} – {window.end_s:.1f} s")
-    _add_count(table, "output tokens/s", _number(window.output_tokens_per_s))
+    table.add_row("window", f"{window.start_s:.1f} – {window.end_s:.1f} s")
+    table.add_row("output tokens/s", _number(window.output_tokens_per_s))
     _add_engines(table, window.tokens_by_engine)
     sent = f"{window.requests}"
     if window.unanswered:
         sent += f", [yellow]{window.unanswered}[/] without a token"
-    _add_count(table, "requests sent", sent)
+    table.add_row("requests sent", sent)
     _add_times(table, "TTFT", window.ttft_s)
     _add_itl(table, window)
 
@@ -179,11 +179,7 @@ def _add_engines(table: Table, tokens_by_engine: Mapping[str, int]) -> None:
         total = sum(tokens_by_engine.values())
         for engine, tokens in tokens_by_engine.items():
             share = tokens / total
-            _add_count(table, f"output tokens, {escape(engine)}", f"{tokens:,} ({share:.0%})")
-
-
-def _add_count(table: Table, name: str, text: str) -> None:
-    table.add_row(name, text)
+            table.add_row(f"output tokens, {escape(engine)}", f"{tokens:,} ({share:.0%})")
 
 
 def _add_times(table: Table, name: str, times: Distribution) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from dualpace.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Result:
-    """One report and the name of its file, with folders where another one is called the same."""
+    """One report and the name of its file, with folders as far as they tell it from another."""
 
     file: str
     report: Mapping[str, Any]
@@ -48,12 +47,15 @@ class Result:
 def read_results(files: Iterable[Path]) -> list[Result]:
     """The reports in `files`, in their order. Raises `ConfigError` naming a file without any."""
     files = list(files)
-    named = Counter(file.name for file in files)
-    return [
-        Result(file.name if named[file.name] == 1 else str(file), report)
-        for file in files
-        for report in _reports(file)
-    ]
+    return [Result(_name(file, files), report) for file in files for report in _reports(file)]
+
+
+def _name(file: Path, files: Sequence[Path]) -> str:
+    """The shortest end of its path that no other one of `files` has."""
+    others = [other.parts for other in files if other != file]
+    ends = (file.parts[-count:] for count in range(1, len(file.parts) + 1))
+    unique = (end for end in ends if not any(other[-len(end) :] == end for other in others))
+    return str(Path(*next(unique, file.parts)))
 
 
 def _reports(file: Path) -> Iterator[dict[str, Any]]:

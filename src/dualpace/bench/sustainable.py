@@ -87,7 +87,7 @@ def sustainable_rate(
 
     It ends where the first target is crossed, going up from the lowest rate; what a still higher
     rate gives is taken for luck. Infinite rates are left out: nothing lies between them and others.
-    Raises `ConfigError` without a finite rate.
+    targets: at least one. Raises `ConfigError` without a finite rate.
     """
     points = sorted((point for point in reports if math.isfinite(point[0])), key=lambda p: p[0])
     if not points:

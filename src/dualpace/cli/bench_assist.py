@@ -32,7 +32,7 @@ from dualpace.cli.replays import today
 from dualpace.cli.tables import table_console
 from dualpace.core.config import EngineConfig, EngineOptions, format_size
 from dualpace.core.errors import ConfigError
-from dualpace.core.plan import Batch, Tier
+from dualpace.core.plan import Batch
 from dualpace.kv.pages import pages_for
 from dualpace.profile.probes import Room, make_batch
 
@@ -140,7 +140,7 @@ def batches_beside(config: EngineConfig, decodes: tuple[int, int], chunk: int) -
     """
     _require_length("--decode-context", decodes[1], config)
     _require_length("--chunk", chunk, config)
-    room = _room("gpu", config.gpu_pages or 0, config)
+    room = Room.of(config, "gpu", config.gpu_pages or 0)
     made = {
         "decodes": make_batch("gpu_decode", decodes[0], decodes[0] * decodes[1], room),
         "prompts": make_batch("gpu_prefill", chunk, 0, room),
@@ -170,15 +170,8 @@ def with_host_batch(
     if not rows:
         return config, None
     _require_length("--host-context", context, config)
-    room = _room("host", pages, config)
+    room = Room.of(config, "host", pages)
     return config, make_batch("cpu_iteration", rows, rows * context, room)
-
-
-def _room(tier: Tier, pages: int, config: EngineConfig) -> Room:
-    return Room(
-        tier, pages, config.page_tokens, config.max_num_seqs, config.max_num_batched_tokens,
-        config.max_model_len,
-    )  # fmt: skip
 
 
 def _require_length(option: str, tokens: int, config: EngineConfig) -> None:

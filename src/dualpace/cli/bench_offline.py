@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import typer
 from rich.console import Console
@@ -21,8 +21,7 @@ from dualpace.bench.hardware import describe_machine
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.provenance import describe_version
 from dualpace.bench.record import Chunk, RequestRecord
-from dualpace.bench.replay import Progress, Tally
-from dualpace.bench.replay import replay as replay_load
+from dualpace.bench.replay import Course, Tally, replay
 from dualpace.bench.report import Circumstances
 from dualpace.cli.errors import explained
 from dualpace.cli.load_flags import Load, LoadFlags
@@ -155,11 +154,7 @@ async def replay_in_process(
     frontend: Frontend,
     load: Sequence[LoadRequest],
     prompts: Sequence[list[int]],
-    *,
-    max_concurrency: int | None = None,
-    seconds: float | None = None,
-    stop: asyncio.Event | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    **course: Unpack[Course],
 ) -> list[RequestRecord]:
     """`bench.replay.replay` against a frontend. prompts: token ids, one list per request."""
 
@@ -181,11 +176,4 @@ async def replay_in_process(
             stream.close()
 
     with frozen_heap():
-        return await replay_load(
-            load,
-            send,
-            max_concurrency=max_concurrency,
-            seconds=seconds,
-            stop=stop,
-            on_progress=on_progress,
-        )
+        return await replay(load, send, **course)

@@ -132,7 +132,7 @@ class LoadFlags:
             if self.skip_longer is not None:
                 source += f" up to {self.skip_longer} tokens"
         else:
-            lengths = AZURE_CONV_2023.scaled(self.scale, self.scale)
+            lengths = AZURE_CONV_2023.scaled(self.scale)
             load = lengths.generate(self.num_requests, self.seed)
             source = "log-normal lengths of Azure-conv 2023"
         load, timing = self._arrive(load)

@@ -37,7 +37,7 @@ from dualpace.cli.replays import today
 from dualpace.core.config import EngineConfig, EngineOptions
 from dualpace.core.errors import ConfigError, DualPaceError
 from dualpace.core.messages import GPU
-from dualpace.core.plan import Executor, Tier
+from dualpace.core.plan import Executor
 from dualpace.policy.cost_model import OPERATIONS, WHOLES, Point, Step, Whole
 from dualpace.profile.assist_probe import probe_assisted, probe_assists
 from dualpace.profile.beside import busy_beside
@@ -188,8 +188,8 @@ class Measured:
         assert probed.assisted is not None
         assert probed.assist_seconds is not None
         engines = (probed.executor, probed.assisted)
-        gpu_room = _room("gpu", probed.gpu_pages, config)
-        host_room = _room("host", probed.host_pages, config)
+        gpu_room = Room.of(config, "gpu", probed.gpu_pages)
+        host_room = Room.of(config, "host", probed.host_pages)
         if self.held_out is None:
             yield from probe_assists(*engines, gpu_room, host_room, probed.assist_seconds, seconds)
             return
@@ -255,27 +255,16 @@ def resolve_measured(options: EngineOptions) -> tuple[EngineConfig, Fingerprint]
 def _operations(probed: Probed, config: EngineConfig) -> Iterator[tuple[Step, Room]]:
     """What to measure on an engine."""
     if probed.engine != GPU:
-        yield "cpu_iteration", _room("host", probed.host_pages, config)
+        yield "cpu_iteration", Room.of(config, "host", probed.host_pages)
     elif probed.gpu_pages:
-        yield "gpu_decode", _room("gpu", probed.gpu_pages, config)
-        yield "gpu_prefill", _room("gpu", probed.gpu_pages, config)
+        yield "gpu_decode", Room.of(config, "gpu", probed.gpu_pages)
+        yield "gpu_prefill", Room.of(config, "gpu", probed.gpu_pages)
     else:
-        yield "gpu_prefill", _room("host", probed.host_pages, config)
+        yield "gpu_prefill", Room.of(config, "host", probed.host_pages)
 
 
 def _other_room(probed: Probed, config: EngineConfig) -> Room:
     """That of the engine beside the one that is measured."""
     if probed.engine == GPU:
-        return _room("host", probed.host_pages, config)
-    return _room("gpu", probed.gpu_pages, config)
-
-
-def _room(tier: Tier, pages: int, config: EngineConfig) -> Room:
-    return Room(
-        tier,
-        pages,
-        config.page_tokens,
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        config.max_model_len,
-    )
+        return Room.of(config, "host", probed.host_pages)
+    return Room.of(config, "gpu", probed.gpu_pages)

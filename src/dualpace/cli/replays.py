@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, Unpack
 
 import typer
 from rich.console import Console
@@ -21,7 +21,7 @@ from rich.progress import Progress as ProgressBar
 
 from dualpace.bench.load import LoadRequest, arrive_at_once, draw_prompts
 from dualpace.bench.record import RequestRecord
-from dualpace.bench.replay import Progress
+from dualpace.bench.replay import Course, Progress
 from dualpace.cli.load_flags import MAX_REQUESTS, Load
 from dualpace.core.errors import ConfigError
 
@@ -90,11 +90,7 @@ class Sender(Protocol):
         self,
         load: Sequence[LoadRequest],
         prompts: Sequence[list[int]],
-        *,
-        max_concurrency: int | None = None,
-        seconds: float | None = None,
-        stop: asyncio.Event | None = None,
-        on_progress: Callable[[Progress], None] | None = None,
+        **course: Unpack[Course],
     ) -> Awaitable[list[RequestRecord]]: ...
 
 

@@ -20,12 +20,14 @@ from dualpace.cli.load_flags import LoadFlags
 from dualpace.cli.options import takes_options
 from dualpace.cli.replays import LoopFlags, progress_bar, today, warn_if_ran_out
 from dualpace.cli.reports import Outcome, ReportFlags, publish
-from dualpace.core.config import EngineOptions
+from dualpace.core.config import EngineOptions, PolicyName
 from dualpace.core.errors import ConfigError
+from dualpace.core.plan import ROUTES
+from dualpace.policy.host import HostRules
 from dualpace.profile.shipped import open_profile, shipped_names
 from dualpace.profile.what_if import what_if
 from dualpace.resolution import BATCHED_TOKENS
-from dualpace.sim.machine import ROUTES, Machine
+from dualpace.sim.machine import Machine
 
 
 @takes_options
@@ -94,12 +96,12 @@ def simulate(
         files.check(loads)
         loop.check()
         # What the server's options may be is the server's to say.
-        name = EngineOptions(
+        asked = EngineOptions(
             model=profile_name,
             policy=policy,  # type: ignore[arg-type]  # its values are checked
             cpu_itl_target=cpu_itl_target,
             gpu_itl_target=gpu_itl_target,
-        ).policy
+        )
         if copy_gbps is not None and not 0.0 < copy_gbps < math.inf:
             raise ConfigError(f"--copy-gbps must be a positive number, got {copy_gbps}")
         given = {
@@ -111,17 +113,8 @@ def simulate(
             what_if(open_profile(profile_name), changes),
             **{field: value for field, value in given.items() if value is not None},
         )
-        machine = Machine(profile, ROUTES if assist else ROUTES[:1])
-        rules = None
-        if name == "dualpace" and machine.host_pages:
-            rules = machine.host_rules(cpu_itl_target)
-            errors.print(f"CPU ITL target {rules.cpu_itl_target:.2f} s")
-            reason = machine.why_no_help(rules)
-            if reason is not None:
-                errors.print(f"the host cannot help: {reason}; as gpu-only", markup=False)
-                name = "gpu-only"
-        if name == "dualpace" and not machine.host_pages:
-            name = "gpu-only"
+        machine = Machine(profile, ROUTES if assist else ("local",))
+        name, rules = _settle(machine, asked, errors)
         room = machine.largest_request(name)
         if room < 2:
             rooms = "--gpu-kv-tokens" + (" or --host-kv-tokens" if policy == "dualpace" else "")
@@ -176,3 +169,21 @@ def simulate(
             )
             outcomes.append(Outcome(circumstances, records, loop.window, extra, caption))
         publish(outcomes, files, errors, is_sweep=len(loads) > 1, interrupted=interrupted)
+
+
+def _settle(
+    machine: Machine, asked: EngineOptions, console: Console
+) -> tuple[PolicyName, HostRules | None]:
+    """The policy that a server would have on this machine: `dualpace` without a host that helps is
+    `gpu-only`. And what bounds the host under `dualpace`."""
+    if asked.policy != "dualpace":
+        return asked.policy, None
+    if not machine.host_pages:
+        return "gpu-only", None
+    rules = machine.host_rules(asked.cpu_itl_target)
+    console.print(f"CPU ITL target {rules.cpu_itl_target:.2f} s")
+    reason = machine.why_no_help(rules)
+    if reason is not None:
+        console.print(f"the host cannot help: {reason}; as gpu-only", markup=False)
+        return "gpu-only", None
+    return "dualpace", rules

@@ -6,7 +6,7 @@ torch, by the C++ engine, or by the simulator's clock.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, get_args
 
 import msgspec
 
@@ -18,6 +18,7 @@ Tier = Literal["gpu", "host"]
 # Who does the dense work of a CPU iteration: the host itself, or the GPU for one batch or for two
 # halves in turn, of which the host attends to one while the GPU works on the other.
 Route = Literal["local", "assist", "assist2"]
+ROUTES: tuple[Route, ...] = get_args(Route)
 
 # In place of the token that the row has sampled in the step launched just before, which nobody on
 # the host knows yet.

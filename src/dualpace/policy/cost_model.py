@@ -260,7 +260,7 @@ def _stolen_from_prompts(points: Sequence[Point]) -> Iterator[Point]:
         if len(measured) > 1:
             continue
         alone, beside = _ASSISTS[slots]
-        for operation, size in list(seconds):
+        for operation, size in seconds:
             quick, slowed = seconds.get((alone, size), 0.0), seconds.get((beside, size), 0.0)
             if operation == from_decodes and size not in measured and quick and slowed:
                 taken = seconds[from_decodes, size] * max(1.0, slowed / quick)

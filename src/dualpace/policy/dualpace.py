@@ -17,7 +17,14 @@ from dualpace.kv.pages import pages_for
 from dualpace.policy.chunks import paced_budget, prefill_budget, prefill_chunks
 from dualpace.policy.cost_model import GpuSteps
 from dualpace.policy.host import HostRules
-from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView, RowView
+from dualpace.policy.view import (
+    CpuDecision,
+    CpuView,
+    GpuDecision,
+    GpuView,
+    RowView,
+    short_of_pages,
+)
 
 # A row that will need its next page within so many tokens counts as needing it now, so that room
 # is made before the row has to sit out.
@@ -104,7 +111,7 @@ class DualPacePolicy:
         turn, route = self._turn(rows, view)
         free = view.pages_free
         send_back = []
-        while len(rows) > 1 and _short_of_pages(turn, view.page_tokens) > free:
+        while len(rows) > 1 and short_of_pages(turn, view.page_tokens) > free:
             victim = rows.pop()
             free += victim.pages
             send_back.append(victim.id)
@@ -185,8 +192,8 @@ class DualPacePolicy:
         rows = list(view.decoding)
         free = view.pages_free + view.demoting_pages
         leaving = []
-        while rows and _short_of_pages(rows, view.page_tokens, GROWTH_LEAD) > free:
-            if len(rows) == 1 and _short_of_pages(rows, view.page_tokens) <= free:
+        while rows and short_of_pages(rows, view.page_tokens, GROWTH_LEAD) > free:
+            if len(rows) == 1 and short_of_pages(rows, view.page_tokens) <= free:
                 break  # alone, it may use the last page
             victim = rows.pop()
             free += victim.pages
@@ -227,8 +234,3 @@ class DualPacePolicy:
             unclaimed -= row.remaining
             reserve.append(row.id)
         return tuple(reserve)
-
-
-def _short_of_pages(rows: list[RowView], page_tokens: int, lead: int = 1) -> int:
-    """Rows whose pages do not cover the next `lead` positions."""
-    return sum(row.computed + lead > row.pages * page_tokens for row in rows)

@@ -23,7 +23,10 @@ SATURATED = 128  # tokens from which on the dense layers take longer for more of
 
 
 class SubBatch:
-    """Rows that go through a layer together, and what that takes, summed over the layers."""
+    """Rows that go through a layer together, and the seconds that it takes, of all layers.
+
+    launch: seconds of all launches of CPU attention.
+    """
 
     def __init__(self, costs: CostModel, launch: float) -> None:
         self._costs = costs

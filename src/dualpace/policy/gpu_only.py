@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dualpace.kv.pages import pages_for
 from dualpace.policy.chunks import prefill_budget, prefill_chunks
-from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView
+from dualpace.policy.view import CpuDecision, CpuView, GpuDecision, GpuView, short_of_pages
 
 
 class GpuOnlyPolicy:
@@ -19,11 +19,11 @@ class GpuOnlyPolicy:
         decoding = list(view.decoding)
         free = view.pages_free
         preempt = []
-        while sum(row.computed >= row.pages * view.page_tokens for row in decoding) > free:
+        while short_of_pages(decoding, view.page_tokens) > free:
             victim = decoding.pop()
             free += victim.pages
             preempt.append(victim.id)
-        free -= sum(row.computed >= row.pages * view.page_tokens for row in decoding)
+        free -= short_of_pages(decoding, view.page_tokens)
 
         budget = prefill_budget(view, len(decoding))
         prefilling = list(view.prefilling)

@@ -46,14 +46,18 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class HostRules:
-    """routes: those that the CPU engine can run; cpu_itl_target: seconds an iteration may take."""
+    """routes: those that the CPU engine can run; cpu_itl_target: seconds an iteration may take.
+
+    Of its questions, `rows` and `context` are a CPU batch's and the tokens that it attends to in
+    total; `prefill_share` is the part of their time that the GPU's steps beside spend on prompts.
+    """
 
     costs: CostModel
     cpu_itl_target: float
     routes: tuple[Route, ...] = ("local",)
 
     def seconds(self, route: Route, rows: int, context: int, prefill_share: float) -> float:
-        """A CPU iteration by `route`."""
+        """Of a CPU iteration by `route`."""
         return cpu_step(self.costs, route, rows, context, prefill_share).seconds
 
     def gain(
@@ -73,8 +77,8 @@ class HostRules:
         return min(self.seconds(route, rows, context, prefill_share) for route in self.routes)
 
     def share_stolen(self, rows: int, context: int, prefill_share: float) -> float:
-        """The part of the GPU's time that CPU iterations of so many rows take, one after the other,
-        by the route that takes the fewest seconds; of steps that are all prompts, or have none."""
+        """The part of the GPU's time that CPU iterations take, one after the other, by the route
+        that takes the fewest seconds; 0 without rows."""
         if not rows:
             return 0.0
         route = min(
@@ -171,12 +175,15 @@ def default_itl_target(
     return min(max(enough / ADMITTED, FASTEST_TARGET), SLOWEST_TARGET)
 
 
-def gpu_token_rate(costs: CostModel, gpu_tokens: int, max_rows: int) -> float:
-    """Tokens a second that the GPU makes of full seats; 0 if that cannot be told."""
-    seats = min(gpu_tokens // TYPICAL_CONTEXT, max_rows)
+def gpu_token_rate(
+    costs: CostModel, gpu_tokens: int, max_rows: int, context: int = TYPICAL_CONTEXT
+) -> float:
+    """Tokens a second that the GPU makes of full seats, by requests of `context` tokens each; 0 if
+    that cannot be told."""
+    seats = min(gpu_tokens // context, max_rows)
     if not seats or not costs.covers("gpu_decode"):
         return 0.0
-    return seats / costs.gpu_decode(seats, seats * TYPICAL_CONTEXT).seconds
+    return seats / costs.gpu_decode(seats, seats * context).seconds
 
 
 def why_no_help(

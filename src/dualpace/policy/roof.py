@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dualpace.policy.cost_model import stolen_share
-from dualpace.policy.host import HostRules
+from dualpace.policy.host import HostRules, gpu_token_rate
 
 
 class Roof(NamedTuple):
@@ -32,11 +32,10 @@ def find_roof(
     """For requests of `context` tokens each, with KV room for so many tokens in either tier, and
     the route and the batch that `rules` would choose. None where either tier has no room for one,
     or the GPU's steps were not measured."""
-    seats = min(gpu_tokens // context, max_rows)
+    gpu_rate = gpu_token_rate(rules.costs, gpu_tokens, max_rows, context)
     rows = min(host_tokens // context, max_rows)
-    if not seats or not rows or not rules.costs.covers("gpu_decode"):
+    if not gpu_rate or not rows:
         return None
-    gpu_rate = seats / rules.costs.gpu_decode(seats, seats * context).seconds
     rows, route = rules.choose([context] * rows, gpu_rate, 0.0, rules.routes[0])
     seconds = rules.seconds(route, rows, rows * context, 0.0)
     taken = stolen_share(rules.costs, route, rows, rows * context, 0.0)

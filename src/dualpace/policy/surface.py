@@ -89,8 +89,8 @@ def _locate(nodes: list[float], value: float) -> tuple[int, float]:
 
 
 def _far_from_last(nodes: Sequence[float] | Floats) -> int:
-    """Which of two or more ascending coordinates gives the slope at the last one: the first one if
-    none is far enough."""
+    """The index of that one, of two or more ascending coordinates, from which to the last one the
+    slope is taken: the nearest that is far enough, or the first if none is."""
     return max(0, int(np.searchsorted(nodes[:-1], FAR_ENOUGH * nodes[-1], side="right")) - 1)
 
 

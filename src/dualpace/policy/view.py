@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -29,6 +30,11 @@ class RowView(msgspec.Struct, frozen=True):
     def remaining(self) -> int:
         """Positions still to compute before its next token can be sampled."""
         return self.tokens - self.computed
+
+
+def short_of_pages(rows: Iterable[RowView], page_tokens: int, lead: int = 1) -> int:
+    """How many rows have pages that do not cover the next `lead` positions."""
+    return sum(row.computed + lead > row.pages * page_tokens for row in rows)
 
 
 class GpuView(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,11 +78,11 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     admit: waiting rows that get GPU pages; reserve: waiting rows for which host pages are asked;
     promote: host rows to recall; demote: rows to move to the host; preempt: rows to recompute
     later; prefill: (row, number of positions) of the next step. Rows left in `decoding` decode.
-    token_rate: tokens that one more second of the GPU would yield; prefill_share: of the time of
-    the next step that prompts will take. Both tell what the CPU engine runs beside. seconds: that
-    the next step, one with prompts, is likely to take; 0 where that is not known. gate: host rows
-    that decode in the first and in the second half of this step, where one scheduler owns both
-    tiers.
+    token_rate: tokens that one more second of the GPU would yield, which tells the CPU engine what
+    its assists cost; prefill_share: the part of the next step's time that prompts will take;
+    seconds: what that step, one with prompts, is likely to take, 0 where that is not known. gate:
+    host rows that decode in the first and in the second half of this step, where one scheduler owns
+    both tiers.
     """
 
     admit: tuple[str, ...] = ()

@@ -178,6 +178,8 @@ def measure_iterations(
 
 
 class _Player:
+    """The CPU engine's half of the mailbox, with rows of arbitrary tokens."""
+
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._iterations = 0
@@ -191,6 +193,10 @@ class _Player:
             area.view(np.uint16)[:] = noise | (rng.integers(0, 2, noise.size) << 15)
 
     def run(self, rows: int, slots: int, attention: float) -> Turns:
+        """Iterations of so many rows in each slot, with nothing beside as far as this knows.
+
+        attention: seconds of a layer, for which it sleeps. Raises `AssistError`.
+        """
         launches, turns, lasts, whole = [], [], [], []
         for number in range(WARM_UP + ITERATIONS):
             launch, between, last, total = self._iterate(rows, slots, attention)
@@ -216,6 +222,7 @@ class _Player:
     def _iterate(
         self, rows: int, slots: int, attention: float
     ) -> tuple[float, list[float], float, float]:
+        """Seconds of one: launch, turns, last and all of it, as `Turns` has them."""
         box, layers = self._mailbox, self._mailbox.layout.num_layers
         self._check(box.begin())
         self._iterations += 1

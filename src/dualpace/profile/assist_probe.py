@@ -79,6 +79,8 @@ def probe_assisted(
 
 
 class _Probe:
+    """Arguments are those of `probe_assists`; deadline: by `clock`."""
+
     def __init__(
         self,
         gpu: Executor,

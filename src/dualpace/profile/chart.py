@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dualpace.core.plan import Route
+from dualpace.core.plan import ROUTES, Route
 from dualpace.policy.cost_model import TableCostModel
 from dualpace.policy.host import HostRules, default_itl_target, gpu_token_rate, runnable
 from dualpace.policy.surface import Estimate
@@ -21,7 +21,6 @@ from dualpace.profile.table import Profile
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROUTES: tuple[Route, ...] = ("local", "assist", "assist2")
 NAMES = {"local": "local", "assist": "assist", "assist2": "assist, two halves"}
 COLOURS = {"none": "#dddddd", "local": "#8da0cb", "assist": "#66c2a5", "assist2": "#fc8d62"}
 MAX_ROWS = 256

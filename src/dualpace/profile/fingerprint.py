@@ -8,14 +8,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.metadata
-import platform
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from dualpace.core.config import Device, EngineConfig
 from dualpace.core.errors import ConfigError
+from dualpace.core.machine import cpu_name
 from dualpace.core.model_spec import ModelSpec
 from dualpace.core.version import __version__
 
@@ -75,7 +74,7 @@ def take_fingerprint(config: EngineConfig, spec: ModelSpec, isa: str) -> Fingerp
     """The fingerprint of this machine with this configuration; `isa`: with "auto" resolved."""
     device, driver = _cuda_device() if config.device == "cuda" else (STAND_IN, "")
     return Fingerprint(
-        cpu=_cpu_model(),
+        cpu=cpu_name(),
         cpu_cores=len(config.cpu_ids),
         cpu_isa=isa,
         device=device,
@@ -104,16 +103,6 @@ def require_same(measured: Fingerprint, here: Fingerprint) -> None:
             f"the profile is of another {name}: it was measured with {getattr(measured, name)!r}, "
             f"here it is {getattr(here, name)!r}; `dualpace profile run` measures anew"
         )
-
-
-def _cpu_model() -> str:
-    """The processor's name as Linux tells it, else the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 def _cuda_device() -> tuple[str, str]:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from dualpace.core.config import EngineConfig
 from dualpace.core.plan import Batch, BatchRow, Executor, StepResult, Ticket, Tier
 from dualpace.core.sampling import DecodeParams
 from dualpace.kv.pages import pages_for
@@ -46,6 +47,14 @@ class Room:
     max_rows: int
     max_tokens: int
     max_model_len: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, tier: Tier, pages: int) -> Room:
+        """So many pages of a tier, and the largest batch that an engine has with `config`."""
+        return cls(
+            tier, pages, config.page_tokens, config.max_num_seqs, config.max_num_batched_tokens,
+            config.max_model_len,
+        )  # fmt: skip
 
     def longest(self, rows: int) -> int:
         """The most positions that so many rows may have in total."""

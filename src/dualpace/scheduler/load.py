@@ -17,10 +17,11 @@ class _Step(NamedTuple):
 class StepLoad:
     """Averages, from what was predicted of each step and how long it ran.
 
-    prefill_share: the part of the GPU's last seconds that prompts took. A step is either half an
-    iteration's time full of prompts or has none, so that a single one would tell the CPU engine now
-    the one and now the other. overrun: what the last seconds of steps with prompts took over what
-    was predicted of them, at least 1: they are to be short enough for the busiest moments, too.
+    prefill_share: the part of the GPU's last seconds that prompts took. A step that is full of
+    prompts takes half as long as an iteration of the CPU engine, and the next one may have none: a
+    single step would tell it now the one and now the other. overrun: what the last seconds of steps
+    with prompts took over what was predicted of them, at least 1: they are to be short enough for
+    the busiest moments, too.
 
     Steps run one after the other, but are planned while the one before runs.
     """
@@ -46,8 +47,8 @@ class StepLoad:
             self._learn(step, now - self._started)
         if self._ended or not self._under_way:
             self._started = now
-        for number in self._ended:
-            del self._under_way[number]
+        for each in self._ended:
+            del self._under_way[each]
         self._ended.clear()
         self._since = now
 

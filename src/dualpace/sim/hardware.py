@@ -85,8 +85,8 @@ class Durations:
         costs = self._costs
         dense, attention = [], []
         for rows in halves:
-            prompts = [row for row in rows if len(row.tokens) > 1 or not row.start]
-            decodes = [row for row in rows if row not in prompts]
+            prompts = [row for row in rows if _of_prompt(row)]
+            decodes = [row for row in rows if not _of_prompt(row)]
             on_gpu = [row.end for row in decodes if row.tier == "gpu"]
             on_host = [row.end for row in decodes if row.tier == "host"]
             tokens = sum(len(row.tokens) for row in rows)
@@ -123,3 +123,8 @@ class Durations:
         self.steps += 1
         self.extrapolated += step.extrapolated
         return step.seconds
+
+
+def _of_prompt(row: BatchRow) -> bool:
+    """True unless the row is a decode, or looks just like one: a prompt's last token by itself."""
+    return len(row.tokens) > 1 or not row.start

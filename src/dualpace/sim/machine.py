@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from dualpace.bench.load import LoadRequest
 from dualpace.bench.record import RequestRecord
 from dualpace.bench.replay import Progress
-from dualpace.core.config import EngineOptions, PolicyName
+from dualpace.core.config import PolicyName
 from dualpace.core.errors import ConfigError
-from dualpace.core.plan import Route
+from dualpace.core.plan import ROUTES, Route
 from dualpace.policy.cost_model import TableCostModel
 from dualpace.policy.gated import longest_request
 from dualpace.policy.host import HostRules, default_itl_target, runnable, why_no_help
@@ -21,10 +21,8 @@ from dualpace.policy.registry import make_policy
 from dualpace.policy.view import Policy
 from dualpace.profile.table import Profile
 from dualpace.sim.hardware import Durations
-from dualpace.sim.replay import replay
+from dualpace.sim.replay import MAX_ROWS, replay
 
-ROUTES: tuple[Route, ...] = ("local", "assist", "assist2")
-MAX_ROWS = EngineOptions(model="").max_num_seqs
 MAX_KV_TOKENS = 100_000_000  # of a tier: each page is an object here
 MIN_COPY_BANDWIDTH = 1e3  # bytes per second: any slower, and copies outlast every load
 
@@ -121,7 +119,7 @@ class Machine:
         host_pages = self.host_pages if policy.uses_host else 0
         hardware = durations.hardware(self.gpu_pages, host_pages, profile.fingerprint.page_tokens)
         records = replay(
-            load, hardware, policy, MAX_ROWS, max_tokens,
+            load, hardware, policy, max_tokens,
             max_concurrency=max_concurrency, seconds=seconds, whole_prompts=whole_prompts,
             on_progress=on_progress,
         )  # fmt: skip

@@ -18,14 +18,13 @@ from dualpace.core.sampling import DecodeParams
 from dualpace.policy.view import Policy
 from dualpace.sim.world import Hardware, Stream, World
 
-_DEFAULTS = EngineOptions(model="")
+MAX_ROWS = EngineOptions(model="").max_num_seqs  # of a step, as in the server
 
 
 def replay(
     load: Sequence[LoadRequest],
     hardware: Hardware,
     policy: Policy,
-    max_rows: int = _DEFAULTS.max_num_seqs,
     max_tokens: int = 2048,
     *,
     max_concurrency: int | None = None,
@@ -35,14 +34,14 @@ def replay(
 ) -> list[RequestRecord]:
     """One record per request that was sent, in the order of `load`; times are virtual seconds.
 
-    max_rows and max_tokens bound a step as in the server, max_concurrency the requests in flight;
+    `MAX_ROWS` and max_tokens bound a step as in the server, max_concurrency the requests in flight;
     the replay is cut off after `seconds`, if given; a gated step takes `whole_prompts` as `World`
     says. Every request gets exactly the output length it asks for. One that no tier can hold never
     ends, and its record says so. on_progress is called at the end of each, with its tokens counted
     then.
     """
     world = World(
-        hardware, policy, max_rows, max_tokens, check_kv=False, whole_prompts=whole_prompts
+        hardware, policy, MAX_ROWS, max_tokens, check_kv=False, whole_prompts=whole_prompts
     )
     arrivals = enumerate(sorted(range(len(load)), key=lambda index: load[index].arrival_s))
 
