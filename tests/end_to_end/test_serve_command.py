@@ -104,7 +104,7 @@ def test_a_stream_is_finished_also_where_every_process_is_told_to_stop(
 ) -> None:
     """As a service manager tells all processes of a unit."""
     process, address = start(command, tmp_path / "log")
-    body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    body = {"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
     with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=30) as response:
         lines = response.iter_lines()
@@ -112,7 +112,7 @@ def test_a_stream_is_finished_also_where_every_process_is_told_to_stop(
         for pid in (*engines_of(process.pid), process.pid):
             os.kill(pid, signal.SIGTERM)
         *_, usage, end = [line for line in lines if line]
-    assert '"completion_tokens":4000' in usage.replace(" ", "")
+    assert '"completion_tokens":2000' in usage.replace(" ", "")
     assert end == "data: [DONE]"
     assert process.wait(30) == 0
     assert "Traceback" not in (tmp_path / "log").read_text()
