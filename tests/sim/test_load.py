@@ -57,6 +57,16 @@ def test_prompts_that_take_longer_than_predicted_are_known_to_for_as_long_as_the
     assert load.overrun == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.parametrize(("every", "overrun"), [(4, 1.5), (8, 1.0)])
+def test_prompts_are_paced_by_steps_that_are_long_if_not_seldom(every: int, overrun: float) -> None:
+    load = StepLoad()
+    now = 0.0
+    for _ in range(8):
+        now = steps(load, now, 0.2, every - 1)
+        now = steps(load, now, 0.3, 1)
+    assert load.overrun == pytest.approx(overrun)
+
+
 @pytest.mark.parametrize("held_up", [2.0, 60.0])
 def test_a_step_that_something_else_holds_up_does_not_slow_down_those_after_it(
     held_up: float,

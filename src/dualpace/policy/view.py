@@ -45,8 +45,8 @@ class GpuView(msgspec.Struct, frozen=True, kw_only=True):
     requests of the CPU engine; moving: rows under promotion, whose GPU pages are reserved;
     demoting_pages: GPU pages that rows under demotion will give back; host_rows, host_context:
     requests that are the CPU engine's or on their way there, and their tokens; prefill_share: part
-    of the GPU's last seconds that prompts have taken; overrun: seconds of the last steps with
-    prompts over those that were thought likely, or 1; pages_moving: GPU pages of rows whose KV is
+    of the GPU's last seconds that prompts have taken; overrun: seconds of a long one of the last
+    steps with prompts over those predicted, at least 1; pages_moving: GPU pages of rows whose KV is
     being copied to the GPU, where one scheduler owns both tiers.
     """
 

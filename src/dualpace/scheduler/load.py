@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import NamedTuple
 
 SECONDS = 2.0  # after which what was before counts for a third: some iterations of the CPU engine
-MOST_OVERRUN = 2.0  # of a step: one that something else has held up says little about the next
+OVERRUN_SECONDS = 4.0  # of steps with prompts, by prediction, that overrun is told from
+QUICKER = 0.8  # the part of them that kept below it
 
 
 class _Step(NamedTuple):
@@ -19,9 +21,10 @@ class StepLoad:
 
     prefill_share: the part of the GPU's last seconds that prompts took. A step that is full of
     prompts takes half as long as an iteration of the CPU engine, and the next one may have none: a
-    single step would tell it now the one and now the other. overrun: what the last seconds of steps
-    with prompts took over what was predicted of them, at least 1: they are to be short enough for
-    the busiest moments, too.
+    single step would tell it now the one and now the other. overrun: what steps
+    with prompts took of late over what was predicted of them, at least 1. Not at the mean: how long
+    one runs depends on what of the assists happens to fall into it, and whoever decodes meanwhile
+    minds the long ones. Nor at the most: now and then something else holds a step up.
 
     Steps run one after the other, but are planned while the one before runs.
     """
@@ -31,11 +34,17 @@ class StepLoad:
         self._under_way: dict[int, _Step] = {}  # by number; the first one runs
         self._started = self._since = -math.inf
         self._ended: list[int] = []  # since then
-        self._took = self._predicted = 0.0  # seconds of steps with prompts
+        self._overruns: deque[tuple[float, float]] = deque()  # each with the seconds predicted
+        self._predicted = 0.0  # seconds of them in all
 
     @property
     def overrun(self) -> float:
-        return max(1.0, self._took / self._predicted) if self._predicted else 1.0
+        quicker = 0.0
+        for overrun, predicted in sorted(self._overruns):
+            quicker += predicted
+            if quicker > QUICKER * self._predicted:
+                return max(1.0, overrun)
+        return 1.0
 
     def look(self, now: float) -> None:
         """Bring the averages up to date. To be called whenever a step has ended and before the next
@@ -68,6 +77,7 @@ class StepLoad:
 
     def _learn(self, step: _Step, took: float) -> None:
         if step.prefill_share and step.seconds:
-            kept = math.exp(-step.seconds / SECONDS)
-            self._took = kept * self._took + min(took, MOST_OVERRUN * step.seconds)
-            self._predicted = kept * self._predicted + step.seconds
+            self._overruns.append((took / step.seconds, step.seconds))
+            self._predicted += step.seconds
+            while self._predicted - self._overruns[0][1] > OVERRUN_SECONDS:
+                self._predicted -= self._overruns.popleft()[1]
