@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from dualpace.core.plan import Route
-from dualpace.policy.chunks import paced_budget
+from dualpace.policy.chunks import TILE_TOKENS, paced_budget
 from dualpace.policy.cost_model import Point, TableCostModel, cpu_step, gpu_step
 from dualpace.policy.dualpace import LEAST_CHUNK, DualPacePolicy
 from dualpace.policy.host import (
@@ -165,14 +165,16 @@ def test_prompts_leave_gpu_rows_their_target() -> None:
         decoding=tuple(decoding), prefilling=(RowView("p", 99, 5000, 0, 90),),
     )  # fmt: skip
     paced = DualPacePolicy(64, HostRules(COSTS, 1.0), gpu_itl_target=0.08)
-    assert paced.plan_gpu(view).prefill == (("p", 384),)  # 390 rounded down to whole pages
+    assert paced.plan_gpu(view).prefill == (("p", 374),)  # 390, less what begins a tile
     assert DualPacePolicy(64, HostRules(COSTS, 1.0)).plan_gpu(view).prefill == (("p", 1014),)
     for target in (0.001, 0.05, 0.08, 0.13, 0.1444):
         budget = paced_budget(view, decoding, 1014, COSTS, target)
+        larger = PAGE if budget < TILE_TOKENS - 10 else TILE_TOKENS
         step = gpu_step(COSTS, 10, 1000, [(budget, 0)]).seconds
-        more = gpu_step(COSTS, 10, 1000, [(budget + PAGE, 0)]).seconds
+        more = gpu_step(COSTS, 10, 1000, [(budget + larger, 0)]).seconds
         assert step <= target or budget == PAGE
         assert more > target or budget == 1014
+        assert (10 + budget) % TILE_TOKENS == 0 or larger == PAGE
 
 
 def test_what_assists_take_beyond_a_little_costs_prompts_a_smaller_chunk() -> None:
@@ -195,8 +197,8 @@ def test_what_assists_take_beyond_a_little_costs_prompts_a_smaller_chunk() -> No
     left = 1.0 - 0.03 / 0.18
     tokens = chunk("assist", 0.03, view)
     assert gpu_step(COSTS, 10, 1000, [(tokens, 0)]).seconds <= left * full
-    assert gpu_step(COSTS, 10, 1000, [(tokens + PAGE, 0)]).seconds > left * full
-    assert chunk("assist", 0.17, view) == LEAST_CHUNK * 1014 // PAGE * PAGE
+    assert gpu_step(COSTS, 10, 1000, [(tokens + TILE_TOKENS, 0)]).seconds > left * full
+    assert chunk("assist", 0.17, view) == LEAST_CHUNK * 1024 - 10
     assert chunk("local", 0.03, view) == 1014
     # 0.03 of 1.08 s are less than what steps tolerate, unless these show that it is more.
     view = msgspec.structs.replace(view, host_context=1_000_000)

@@ -7,6 +7,10 @@ from collections.abc import Iterable, Sequence
 from dualpace.policy.cost_model import CostModel, GpuSteps
 from dualpace.policy.view import GpuView, RowView
 
+# Dense kernels compute whole tiles: on an H200 a step of 784 tokens takes 11% (8B) to 23% (70B)
+# longer than one of 767. No more than an eighth of the fullest step, which is less on a CPU.
+TILE_TOKENS = 128
+
 
 def prefill_budget(view: GpuView, decoding: int) -> int:
     """Positions left for prompts beside `decoding` decode rows.
@@ -27,8 +31,8 @@ def paced_budget(
     """The most of `budget` with which a step of the `decoding` rows stays under `target` seconds,
     by default those of a step with all of it that has the GPU to itself.
 
-    scale: of that limit, less than 1 where assists take a part of the GPU's time. In whole pages
-    and never less than one; taken as one chunk of the prompt that is first in line.
+    scale: of that limit, less than 1 where assists take a part of the GPU's time. Taken as one
+    chunk of the prompt that is first in line; never less than a page.
     """
     if not costs.covers("gpu_decode", "gpu_prefill"):
         return budget
@@ -42,14 +46,24 @@ def paced_budget(
     limit = (full if target is None else target) * scale
     if full <= limit:
         return budget
-    low, high = 1, max(1, budget // view.page_tokens)
+    low, high = 0, budget
     while low < high:
         middle = (low + high + 1) // 2
-        if seconds(middle * view.page_tokens) <= limit:
+        if seconds(middle) <= limit:
             low = middle
         else:
             high = middle - 1
-    return low * view.page_tokens
+    return whole_tiles(view, len(decoding), low)
+
+
+def whole_tiles(view: GpuView, decoding: int, tokens: int) -> int:
+    """As many of `tokens` as fill whole tiles together with `decoding` rows, or else whole pages;
+    a page at least."""
+    tile = max(1, min(TILE_TOKENS, view.max_tokens // 8))
+    whole = (decoding + tokens) // tile * tile - decoding
+    if whole >= view.page_tokens:
+        return whole
+    return max(view.page_tokens, tokens // view.page_tokens * view.page_tokens)
 
 
 def prefill_chunks(

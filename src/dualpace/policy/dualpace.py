@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from dualpace.core.plan import Route
 from dualpace.kv.pages import pages_for
-from dualpace.policy.chunks import paced_budget, prefill_budget, prefill_chunks
+from dualpace.policy.chunks import paced_budget, prefill_budget, prefill_chunks, whole_tiles
 from dualpace.policy.cost_model import GpuSteps
 from dualpace.policy.host import HostRules
 from dualpace.policy.view import (
@@ -29,8 +29,8 @@ from dualpace.policy.view import (
 # A row that will need its next page within so many tokens counts as needing it now, so that room
 # is made before the row has to sit out.
 GROWTH_LEAD = 4
-# By default a step may take this much longer for assists before its prompts get a smaller chunk:
-# kernels work through whole tiles, so that a little less of a prompt costs what all of it does.
+# By default a step may take this much longer for assists before its prompts get a smaller chunk,
+# which is a whole tile smaller.
 TOLERATED = 1.1
 # However much assists take, prompts keep this part of a chunk: those wait whose prompts they are.
 LEAST_CHUNK = 0.5
@@ -92,6 +92,8 @@ class DualPacePolicy:
         reserve = self._reserve(view, taken=set(admit), unclaimed=unclaimed)
         prefill = prefill_chunks((*view.prefilling, *admitted), budget, view.page_tokens)
         token_rate, prefill_share, seconds = self._load(view, decoding, prefill)
+        if sum(tokens for _, tokens in prefill) <= budget - view.page_tokens:
+            seconds = 0.0  # no limit of ours made it as long as it is
         return GpuDecision(
             admit=tuple(admit),
             reserve=reserve,
@@ -150,8 +152,7 @@ class DualPacePolicy:
         if left * TOLERATED >= 1.0:
             return budget
         paced = paced_budget(view, decoding, budget, self.host.costs, None, left)
-        least = int(LEAST_CHUNK * budget) // view.page_tokens * view.page_tokens
-        return max(paced, least)
+        return max(paced, whole_tiles(view, len(decoding), int(LEAST_CHUNK * budget)))
 
     def _load(
         self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]

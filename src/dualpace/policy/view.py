@@ -80,9 +80,9 @@ class GpuDecision(msgspec.Struct, frozen=True, kw_only=True):
     later; prefill: (row, number of positions) of the next step. Rows left in `decoding` decode.
     token_rate: tokens that one more second of the GPU would yield, which tells the CPU engine what
     its assists cost; prefill_share: the part of the next step's time that prompts will take;
-    seconds: what that step, one with prompts, is likely to take, 0 where that is not known. gate:
-    host rows that decode in the first and in the second half of this step, where one scheduler owns
-    both tiers.
+    seconds: what that step is likely to take if prompts fill it, 0 if not, or where that is not
+    known. gate: host rows that decode in the first and in the second half of this step, where one
+    scheduler owns both tiers.
     """
 
     admit: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from collections import deque
 from typing import NamedTuple
 
 SECONDS = 2.0  # after which what was before counts for a third: some iterations of the CPU engine
-OVERRUN_SECONDS = 4.0  # of steps with prompts, by prediction, that overrun is told from
+OVERRUN_SECONDS = 4.0  # of steps full of prompts, by prediction, that overrun is told from
 QUICKER = 0.8  # the part of them that kept below it
 
 
@@ -22,9 +22,9 @@ class StepLoad:
     prefill_share: the part of the GPU's last seconds that prompts took. A step that is full of
     prompts takes half as long as an iteration of the CPU engine, and the next one may have none: a
     single step would tell it now the one and now the other. overrun: what steps
-    with prompts took of late over what was predicted of them, at least 1. Not at the mean: how long
-    one runs depends on what of the assists happens to fall into it, and whoever decodes meanwhile
-    minds the long ones. Nor at the most: now and then something else holds a step up.
+    full of prompts took of late over what was predicted of them, at least 1. Not at the mean: how
+    long one runs depends on what of the assists happens to fall into it, and whoever decodes
+    meanwhile minds the long ones. Nor at the most: now and then something else holds a step up.
 
     Steps run one after the other, but are planned while the one before runs.
     """
@@ -63,7 +63,7 @@ class StepLoad:
 
     def launched(self, number: int, prefill_share: float, seconds: float) -> None:
         """A step that is predicted to take so many seconds, of which prompts will take that share,
-        just after `look`. Of no seconds: there is no telling."""
+        just after `look`. Of no seconds: they do not fill it, or there is no telling."""
         self._under_way[number] = _Step(prefill_share, seconds)
 
     def ended(self, number: int) -> None:
