@@ -25,6 +25,14 @@ def test_each_operation_has_its_own_table() -> None:
     assert [estimate.seconds for estimate in estimates] == [4.0, 8.0, 12.0]
 
 
+def test_a_prompt_takes_as_long_as_the_tiles_that_it_begins() -> None:
+    points = [Point("gpu_prefill", n, c, n + 0.001 * c) for n in (1, 2048) for c in (0, 4096)]
+    costs, finer = TableCostModel(points, tile=64), TableCostModel(points)
+    computed = {1: 1, 64: 64, 65: 128, 128: 128, 500: 512, 512: 512, 513: 640, 640: 640, 1000: 1024}
+    for tokens, whole in computed.items():
+        assert costs.gpu_prefill(tokens, 4096) == finer.gpu_prefill(whole, 4096)
+
+
 def test_what_assists_take_from_prompts_follows_how_slow_they_are_there_until_it_is_measured() -> (
     None
 ):

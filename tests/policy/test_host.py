@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from dualpace.core.plan import Route
-from dualpace.policy.chunks import TILE_TOKENS, paced_budget
+from dualpace.policy.chunks import paced_budget
 from dualpace.policy.cost_model import Point, TableCostModel, cpu_step, gpu_step
-from dualpace.policy.dualpace import LEAST_CHUNK, DualPacePolicy
+from dualpace.policy.dualpace import LEAST_STEP, DualPacePolicy
 from dualpace.policy.host import (
     ADMITTED,
     HYSTERESIS,
@@ -28,14 +28,15 @@ SIZES = (1, 256)
 CONTEXTS = (0, 1_000_000)
 
 
-def table(**operations: tuple[float, float, float]) -> TableCostModel:
+def table(tile: int | None = None, **operations: tuple[float, float, float]) -> TableCostModel:
     """Each operation as seconds: fixed + per row (or token) + per token of context."""
-    return TableCostModel(
+    points = (
         Point(name, size, context, fixed + per_size * size + per_token * context)
         for name, (fixed, per_size, per_token) in operations.items()
         for size in SIZES
         for context in (CONTEXTS if not name.startswith("assist") else (0,))
     )
+    return TableCostModel(points, tile)
 
 
 # A host that reads its weights in 0.1 s and 1 ms of KV a row; a GPU that needs 40 ms for a step.
@@ -158,23 +159,24 @@ def test_the_host_takes_no_more_requests_than_it_can_decode_in_time() -> None:
 
 
 def test_prompts_leave_gpu_rows_their_target() -> None:
-    """A step of n prompt tokens beside 10 decodes takes 40 ms + 0.1 ms for each of n + 10."""
+    """A step of n prompt tokens beside 10 decodes takes 40 ms + 0.1 ms for each of n + 10, or as
+    many as fill the last tile."""
     decoding = [RowView(f"r{i}", i, 100, 99, 7) for i in range(10)]
     view = GpuView(
         now=0.0, page_tokens=PAGE, pages_total=100, pages_free=100, max_rows=64, max_tokens=1024,
         decoding=tuple(decoding), prefilling=(RowView("p", 99, 5000, 0, 90),),
     )  # fmt: skip
     paced = DualPacePolicy(64, HostRules(COSTS, 1.0), gpu_itl_target=0.08)
-    assert paced.plan_gpu(view).prefill == (("p", 374),)  # 390, less what begins a tile
+    assert paced.plan_gpu(view).prefill == (("p", 389),)
     assert DualPacePolicy(64, HostRules(COSTS, 1.0)).plan_gpu(view).prefill == (("p", 1014),)
-    for target in (0.001, 0.05, 0.08, 0.13, 0.1444):
-        budget = paced_budget(view, decoding, 1014, COSTS, target)
-        larger = PAGE if budget < TILE_TOKENS - 10 else TILE_TOKENS
-        step = gpu_step(COSTS, 10, 1000, [(budget, 0)]).seconds
-        more = gpu_step(COSTS, 10, 1000, [(budget + larger, 0)]).seconds
-        assert step <= target or budget == PAGE
-        assert more > target or budget == 1014
-        assert (10 + budget) % TILE_TOKENS == 0 or larger == PAGE
+    for costs, tile in ((COSTS, 1), (table(tile=64, **PARAMETERS), 64)):
+        for target in (0.001, 0.05, 0.08, 0.13, 0.1444):
+            budget = paced_budget(view, decoding, 1014, costs, target)
+            step = gpu_step(costs, 10, 1000, [(budget, 0)]).seconds
+            more = gpu_step(costs, 10, 1000, [(budget + 1, 0)]).seconds
+            assert step <= target or budget == PAGE
+            assert more > target or budget == 1014
+            assert (10 + budget) % tile == 0 or budget == PAGE
 
 
 def test_what_assists_take_beyond_a_little_costs_prompts_a_smaller_chunk() -> None:
@@ -197,8 +199,8 @@ def test_what_assists_take_beyond_a_little_costs_prompts_a_smaller_chunk() -> No
     left = 1.0 - 0.03 / 0.18
     tokens = chunk("assist", 0.03, view)
     assert gpu_step(COSTS, 10, 1000, [(tokens, 0)]).seconds <= left * full
-    assert gpu_step(COSTS, 10, 1000, [(tokens + TILE_TOKENS, 0)]).seconds > left * full
-    assert chunk("assist", 0.17, view) == LEAST_CHUNK * 1024 - 10
+    assert gpu_step(COSTS, 10, 1000, [(tokens + 1, 0)]).seconds > left * full
+    assert chunk("assist", 0.17, view) == LEAST_STEP * 1024 - 10
     assert chunk("local", 0.03, view) == 1014
     # 0.03 of 1.08 s are less than what steps tolerate, unless these show that it is more.
     view = msgspec.structs.replace(view, host_context=1_000_000)

@@ -17,7 +17,7 @@ from dualpace.cli import profile as cli
 from dualpace.core.errors import EngineError
 from dualpace.core.plan import Batch, Executor, StepResult, Ticket
 from dualpace.cpu.executor import CpuExecutor
-from dualpace.policy.cost_model import OPERATIONS, Operation, Point, TableCostModel
+from dualpace.policy.cost_model import OPERATIONS, Operation, Point
 from dualpace.policy.gated import GATED_OPERATIONS
 from dualpace.profile.check import predict
 from dualpace.profile.probes import Room
@@ -65,7 +65,7 @@ def test_without_a_gpu_gated_steps_can_be_measured_for_too(tiny_model: str, cach
     arguments = [*run(tiny_model), "--policy", "gated", "--host-kv-size", "8MiB", "--seconds", "2"]
     result = CliRunner().invoke(cli.profile_app, arguments)
     assert result.exit_code == 0, result.output
-    costs = TableCostModel(load(stored(cache)[0]).points)
+    costs = load(stored(cache)[0]).costs
     assert costs.covers(*GATED_OPERATIONS, "cpu_iteration")
 
 
@@ -83,7 +83,7 @@ def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
         ),
     )
     save(profile)
-    costs = TableCostModel(profile.points)
+    costs = profile.costs
     asked: list[tuple[int, int]] = []
 
     def check(factor: float) -> tuple[int, str]:

@@ -22,7 +22,6 @@ from dualpace.cli.options import CpuCores, Model, require_writable, takes_option
 from dualpace.cli.profile_report import report, show_profile, tell_place
 from dualpace.cli.tables import table_console
 from dualpace.core.config import EngineOptions
-from dualpace.policy.cost_model import TableCostModel
 from dualpace.profile.chart import draw
 from dualpace.profile.check import MEDIAN_BOUND, P90_BOUND, Accuracy, accuracy, write_points
 from dualpace.profile.shipped import file_of, shipped_names
@@ -103,7 +102,7 @@ def check(
             config = msgspec.structs.replace(config, gpu_pages=pages or config.gpu_pages)
         measured = Measured(held_out=seed)
         measured.run(config, seconds, Console(stderr=True))
-        costs = TableCostModel(profile.points)
+        costs = profile.costs
         found = accuracy(costs, measured.points)
         if csv is not None:
             with written(csv):

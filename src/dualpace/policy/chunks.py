@@ -7,10 +7,6 @@ from collections.abc import Iterable, Sequence
 from dualpace.policy.cost_model import CostModel, GpuSteps
 from dualpace.policy.view import GpuView, RowView
 
-# Dense kernels compute whole tiles: on an H200 a step of 784 tokens takes 11% (8B) to 23% (70B)
-# longer than one of 767. No more than an eighth of the fullest step, which is less on a CPU.
-TILE_TOKENS = 128
-
 
 def prefill_budget(view: GpuView, decoding: int) -> int:
     """Positions left for prompts beside `decoding` decode rows.
@@ -53,17 +49,7 @@ def paced_budget(
             low = middle
         else:
             high = middle - 1
-    return whole_tiles(view, len(decoding), low)
-
-
-def whole_tiles(view: GpuView, decoding: int, tokens: int) -> int:
-    """As many of `tokens` as fill whole tiles together with `decoding` rows, or else whole pages;
-    a page at least."""
-    tile = max(1, min(TILE_TOKENS, view.max_tokens // 8))
-    whole = (decoding + tokens) // tile * tile - decoding
-    if whole >= view.page_tokens:
-        return whole
-    return max(view.page_tokens, tokens // view.page_tokens * view.page_tokens)
+    return max(low, view.page_tokens)
 
 
 def prefill_chunks(

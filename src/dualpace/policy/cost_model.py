@@ -32,6 +32,7 @@ WHOLES: dict[Operation, Route] = {"assisted": "assist", "assisted2": "assist2"}
 # takes from prompts.
 GPU_PARTS: frozenset[Operation] = frozenset(PARTS[1:])
 
+SMALL_STEP = 8  # tiles
 MOST_STOLEN = 0.9  # of the GPU's time: assists leave it some of it
 MAX_SIZE = 10**12  # tokens or rows: sums of them stay exact in float64
 
@@ -183,9 +184,14 @@ _STOLEN: dict[int, tuple[Operation, Operation]] = {
 
 class TableCostModel:
     """A `CostModel` that interpolates between measured points. Two slots that were not measured
-    are taken for twice one with half of the rows."""
+    are taken for twice one with half of the rows.
 
-    def __init__(self, points: Iterable[Point]) -> None:
+    tile: tokens of a step with prompts that dense kernels compute together, if they do; twice as
+    many in steps of more than `SMALL_STEP` tiles, for which there are larger kernels.
+    """
+
+    def __init__(self, points: Iterable[Point], tile: int | None = None) -> None:
+        self._tile = tile
         by_operation: defaultdict[Operation, list[Point]] = defaultdict(list)
         points = list(points)
         for point in (*points, *_stolen_from_prompts(points)):
@@ -208,7 +214,15 @@ class TableCostModel:
         return self._surface("gpu_decode").at(rows, context)
 
     def gpu_prefill(self, tokens: int, context: int) -> Estimate:
-        return self._surface("gpu_prefill").at(tokens, context)
+        return self._surface("gpu_prefill").at(self._whole_tiles(tokens), context)
+
+    def _whole_tiles(self, tokens: int) -> int:
+        """As many tokens as are computed where so many are asked for. What fits into a single tile
+        takes its own time: that of reading weights, more or less."""
+        if self._tile is None or tokens <= self._tile:
+            return tokens
+        tile = self._tile if tokens <= SMALL_STEP * self._tile else 2 * self._tile
+        return -(-tokens // tile) * tile
 
     def cpu_attention(self, rows: int, context: int) -> Estimate:
         return self._surface("cpu_attention").at(rows, context)

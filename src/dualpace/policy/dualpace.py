@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from dualpace.core.plan import Route
 from dualpace.kv.pages import pages_for
-from dualpace.policy.chunks import paced_budget, prefill_budget, prefill_chunks, whole_tiles
+from dualpace.policy.chunks import paced_budget, prefill_budget, prefill_chunks
 from dualpace.policy.cost_model import GpuSteps
 from dualpace.policy.host import HostRules
 from dualpace.policy.view import (
@@ -29,11 +29,11 @@ from dualpace.policy.view import (
 # A row that will need its next page within so many tokens counts as needing it now, so that room
 # is made before the row has to sit out.
 GROWTH_LEAD = 4
-# By default a step may take this much longer for assists before its prompts get a smaller chunk,
-# which is a whole tile smaller.
+# By default a step may take this much longer for assists before its prompts get a smaller chunk:
+# kernels work through whole tiles, so that a little less of a prompt costs what all of it does.
 TOLERATED = 1.1
-# However much assists take, prompts keep this part of a chunk: those wait whose prompts they are.
-LEAST_CHUNK = 0.5
+# However much assists take, steps keep this part of their tokens: those wait whose prompts it is.
+LEAST_STEP = 0.5
 
 
 class DualPacePolicy:
@@ -42,7 +42,7 @@ class DualPacePolicy:
     max_host_rows: bounds the requests of the CPU engine; host: bounds them by time as well, if
     given; gpu_itl_target: seconds that a GPU step with decodes may take; by default, what the
     fullest one takes without assists: where these take more than `TOLERATED` allows, they cost
-    prompts, not rows, as long as prompts keep `LEAST_CHUNK` of a step. With a target of their own
+    prompts, not rows, as long as these keep `LEAST_STEP` of a step. With a target of their own
     they keep a page.
     """
 
@@ -152,7 +152,7 @@ class DualPacePolicy:
         if left * TOLERATED >= 1.0:
             return budget
         paced = paced_budget(view, decoding, budget, self.host.costs, None, left)
-        return max(paced, whole_tiles(view, len(decoding), int(LEAST_CHUNK * budget)))
+        return max(paced, int(LEAST_STEP * (len(decoding) + budget)) - len(decoding))
 
     def _load(
         self, view: GpuView, decoding: list[RowView], prefill: tuple[tuple[str, int], ...]

@@ -14,9 +14,14 @@ from typing import Annotated
 
 import msgspec
 
+from dualpace.core.config import Device
 from dualpace.core.errors import ConfigError, DualPaceError
-from dualpace.policy.cost_model import PARTS, Point
+from dualpace.policy.cost_model import PARTS, Point, TableCostModel
 from dualpace.profile.fingerprint import MODEL_FIELDS, Fingerprint, require_same
+
+# Tokens that a device's dense kernels compute together. On an H200 a step with a few tokens more
+# takes 10 to 20% longer, and hardly less than one that fills the next tile.
+TILES: dict[Device, int] = {"cuda": 64}
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +40,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     copy_bandwidth: Annotated[float, msgspec.Meta(gt=0.0)] = 25e9
     note: str = ""
     options: dict[str, str | int] = {}
+
+    @property
+    def costs(self) -> TableCostModel:
+        """What the points tell of other sizes."""
+        return TableCostModel(self.points, TILES.get(self.fingerprint.device_kind))
 
     @property
     def flags(self) -> str:

@@ -14,7 +14,6 @@ from dualpace.bench.replay import Progress
 from dualpace.core.config import PolicyName
 from dualpace.core.errors import ConfigError
 from dualpace.core.plan import ROUTES, Route
-from dualpace.policy.cost_model import TableCostModel
 from dualpace.policy.gated import longest_request
 from dualpace.policy.host import HostRules, default_itl_target, runnable, why_no_help
 from dualpace.policy.registry import make_policy
@@ -71,7 +70,7 @@ class Machine:
 
     def host_rules(self, cpu_itl_target: float | None = None) -> HostRules:
         """What bounds the host here; the target is the profile's own by default, seconds."""
-        costs = TableCostModel(self.profile.points)
+        costs = self.profile.costs
         routes = runnable(costs, self.routes)
         if not routes:
             raise ConfigError("the profile covers no way to run CPU iterations")
@@ -113,9 +112,7 @@ class Machine:
         """The records of `load`, and how many steps there were. max_tokens: of a step; the others
         are those of `sim.replay`."""
         profile = self.profile
-        durations = Durations(
-            TableCostModel(profile.points), profile.fingerprint.page_bytes, profile.copy_bandwidth
-        )
+        durations = Durations(profile.costs, profile.fingerprint.page_bytes, profile.copy_bandwidth)
         host_pages = self.host_pages if policy.uses_host else 0
         hardware = durations.hardware(self.gpu_pages, host_pages, profile.fingerprint.page_tokens)
         records = replay(
