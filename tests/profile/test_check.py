@@ -53,7 +53,7 @@ def test_few_rows_stay_local_and_many_are_assisted() -> None:
 
 def test_dense_layers_and_attention_add_up_to_a_step() -> None:
     profile = open_profile("rtx4090-llama-3.1-8b")
-    costs = profile.costs
+    costs = profile.cost_model()
     rows, dense = dense_latencies(profile)
     contexts, attention = attention_latencies(profile)
     assert set(dense) == {"GPU", "CPU", "GPU for the CPU engine"}

@@ -65,7 +65,7 @@ def test_without_a_gpu_gated_steps_can_be_measured_for_too(tiny_model: str, cach
     arguments = [*run(tiny_model), "--policy", "gated", "--host-kv-size", "8MiB", "--seconds", "2"]
     result = CliRunner().invoke(cli.profile_app, arguments)
     assert result.exit_code == 0, result.output
-    costs = load(stored(cache)[0]).costs
+    costs = load(stored(cache)[0]).cost_model()
     assert costs.covers(*GATED_OPERATIONS, "cpu_iteration")
 
 
@@ -83,7 +83,7 @@ def test_a_check_measures_other_points_and_fails_where_the_profile_is_off(
         ),
     )
     save(profile)
-    costs = profile.costs
+    costs = profile.cost_model()
     asked: list[tuple[int, int]] = []
 
     def check(factor: float) -> tuple[int, str]:

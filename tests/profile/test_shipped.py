@@ -34,7 +34,7 @@ def test_each_says_what_it_is() -> None:
     for name in shipped_names():
         profile = open_profile(name)
         assert profile.gpu_kv_tokens > 10_000
-        costs = profile.costs
+        costs = profile.cost_model()
         assert costs.covers("cpu_attention", "gpu_decode", "gpu_prefill", "assist")
 
 
@@ -42,7 +42,7 @@ def test_each_says_what_it_is() -> None:
 def test_the_reference_machine_predicts_steps_that_a_server_made(
     shape: str, rows: int, context: int, chunks: list[tuple[int, int]], milliseconds: float
 ) -> None:
-    costs = open_profile(f"h200-llama-3.1-{shape}").costs
+    costs = open_profile(f"h200-llama-3.1-{shape}").cost_model()
     predicted = gpu_step(costs, rows, context, chunks)
     within = 0.11 if chunks else 0.05
     assert predicted.seconds == pytest.approx(milliseconds / 1e3, rel=within)
@@ -53,7 +53,7 @@ def test_the_reference_machine_predicts_steps_that_a_server_made(
 def test_a_what_if_changes_what_it_names_and_says_so() -> None:
     profile = open_profile("rtx4090-llama-3.1-8b")
     other = what_if(profile, "host_bandwidth=2x, gpu_kv=48GiB,host_kv=3x,copy_bandwidth=0.5x")
-    before, after = profile.costs, other.costs
+    before, after = profile.cost_model(), other.cost_model()
     for rows, context in ((1, 1000), (64, 60_000), (256, 300_000)):
         assert after.cpu_iteration(rows, context).seconds == pytest.approx(
             before.cpu_iteration(rows, context).seconds / 2

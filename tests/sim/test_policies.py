@@ -38,7 +38,7 @@ class NaiveRouter(DualPacePolicy):
 
 def machine(name: str, host: bool = True) -> tuple[TableCostModel, Hardware]:
     profile = open_profile(name)
-    costs = profile.costs
+    costs = profile.cost_model()
     durations = Durations(costs, profile.fingerprint.page_bytes, profile.copy_bandwidth)
     page = profile.fingerprint.page_tokens
     pages = profile.host_kv_tokens // page if host else 0

@@ -102,7 +102,7 @@ def check(
             config = msgspec.structs.replace(config, gpu_pages=pages or config.gpu_pages)
         measured = Measured(held_out=seed)
         measured.run(config, seconds, Console(stderr=True))
-        costs = profile.costs
+        costs = profile.cost_model()
         found = accuracy(costs, measured.points)
         if csv is not None:
             with written(csv):

@@ -58,7 +58,7 @@ def draw(profile: Profile, file: Path) -> None:
 
 def dense_latencies(profile: Profile) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Rows, and seconds of an iteration's dense layers by who computes them."""
-    costs = profile.costs
+    costs = profile.cost_model()
     rows = np.unique(np.geomspace(1, MAX_ROWS, 40).round().astype(int))
     lines = {}
     if costs.covers("gpu_decode"):
@@ -73,7 +73,7 @@ def dense_latencies(profile: Profile) -> tuple[np.ndarray, dict[str, np.ndarray]
 def attention_latencies(profile: Profile) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Tokens of context of `ATTENDING_ROWS` rows, and seconds of their attention by engine: what an
     iteration takes longer for its context."""
-    costs = profile.costs
+    costs = profile.cost_model()
     contexts = np.geomspace(1024, ATTENDING_ROWS * LONGEST, 40).round().astype(int)
 
     def beyond(step: Callable[[int, int], Estimate]) -> np.ndarray:
@@ -147,7 +147,7 @@ def regions(
 
 
 def _costs(profile: Profile) -> tuple[TableCostModel, tuple[Route, ...]]:
-    costs = profile.costs
+    costs = profile.cost_model()
     routes = runnable(costs, ROUTES)
     if not routes:
         costs.cpu_iteration(1, 1)  # says what is missing

@@ -81,7 +81,7 @@ def host_rules(config: EngineConfig, weight_bytes: int) -> HostRules | None:
     """What `settle` has settled, for an engine's policy; None where rows alone bound the host."""
     profile = None if config.profile_file is None else load(Path(config.profile_file))
     if profile is not None and config.policy == "gated":
-        return HostRules(profile.costs, math.inf, config.cpu_routes)
+        return HostRules(profile.cost_model(), math.inf, config.cpu_routes)
     if profile is None and config.cpu_itl_target is None and config.cpu_routes == ("local",):
         return None
     return _rules(config, profile, weight_bytes, config.cpu_itl_target or math.inf)
@@ -107,7 +107,7 @@ def _settle_gated(
 
 def _judges(profile: Profile, config: EngineConfig) -> bool:
     """True if the policy's questions about the host have an answer in `profile`."""
-    costs = profile.costs
+    costs = profile.cost_model()
     if config.policy == "gated":
         return costs.covers(*GATED_OPERATIONS)
     return bool(runnable(costs, config.cpu_routes))
@@ -124,7 +124,7 @@ def _rules(
     Nobody is assisted on a guess who has not asked for it."""
     routes = config.cpu_routes
     if profile is not None:
-        costs = profile.costs
+        costs = profile.cost_model()
         routes = runnable(costs, routes)
     else:
         costs = unmeasured_costs(weight_bytes, config.page_bytes // config.page_tokens)

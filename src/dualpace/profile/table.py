@@ -41,8 +41,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     options: dict[str, str | int] = {}
 
-    @property
-    def costs(self) -> TableCostModel:
+    def cost_model(self) -> TableCostModel:
         """What the points tell of other sizes."""
         return TableCostModel(self.points, TILES.get(self.fingerprint.device_kind))
 

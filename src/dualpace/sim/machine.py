@@ -70,7 +70,7 @@ class Machine:
 
     def host_rules(self, cpu_itl_target: float | None = None) -> HostRules:
         """What bounds the host here; the target is the profile's own by default, seconds."""
-        costs = self.profile.costs
+        costs = self.profile.cost_model()
         routes = runnable(costs, self.routes)
         if not routes:
             raise ConfigError("the profile covers no way to run CPU iterations")
@@ -112,7 +112,9 @@ class Machine:
         """The records of `load`, and how many steps there were. max_tokens: of a step; the others
         are those of `sim.replay`."""
         profile = self.profile
-        durations = Durations(profile.costs, profile.fingerprint.page_bytes, profile.copy_bandwidth)
+        durations = Durations(
+            profile.cost_model(), profile.fingerprint.page_bytes, profile.copy_bandwidth
+        )
         host_pages = self.host_pages if policy.uses_host else 0
         hardware = durations.hardware(self.gpu_pages, host_pages, profile.fingerprint.page_tokens)
         records = replay(
