@@ -21,10 +21,10 @@ class StepLoad:
 
     prefill_share: the part of the GPU's last seconds that prompts took. A step that is full of
     prompts takes half as long as an iteration of the CPU engine, and the next one may have none: a
-    single step would tell it now the one and now the other. overrun: what steps
-    full of prompts took of late over what was predicted of them, at least 1. Not at the mean: how
-    long one runs depends on what of the assists happens to fall into it, and whoever decodes
-    meanwhile minds the long ones. Nor at the most: now and then something else holds a step up.
+    single step would tell it now the one and now the other. overrun: what a long one of the last
+    steps full of prompts took over what was predicted of it, at least 1. Not the mean: how long one
+    runs depends on what of the assists happens to fall into it, and whoever decodes meanwhile minds
+    the long ones. Nor the longest: now and then something else holds a step up.
 
     Steps run one after the other, but are planned while the one before runs.
     """
