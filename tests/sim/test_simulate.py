@@ -99,7 +99,9 @@ def test_a_faster_host_gives_more_and_a_hopeless_one_is_left_alone() -> None:
         > (plain["output_tokens_per_s"])
     )
     crawling = ("--no-assist", "--what-if", "host_bandwidth=0.05x")
-    assert report(*crawling)["tokens_by_engine"] == {"gpu": plain["output_tokens"]}
+    without_help = report(*crawling)
+    assert without_help["tokens_by_engine"] == {"gpu": plain["output_tokens"]}
+    assert (without_help["label"], without_help["policy"]) == ("dualpace", "gpu-only")
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def simulate(
                 base_url="",
                 hardware=profile.fingerprint.hardware,
                 date=today(),
-                load=f"{load.text}{loop.text}; {policy}, KV room {gpu_tokens} + {host_tokens}",
+                load=f"{load.text}{loop.text}; {name}, KV room {gpu_tokens} + {host_tokens}",
                 version=describe_version(),
                 label=files.label or policy,
                 source=load.source,
@@ -155,7 +155,7 @@ def simulate(
                 simulated=True,
             )
             extra = {
-                "policy": policy,
+                "policy": name,
                 "gpu_kv_tokens": gpu_tokens,
                 "host_kv_tokens": host_tokens,
                 "profile_note": profile.note,
